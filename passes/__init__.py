@@ -1,0 +1,1 @@
+"""Graph passes: one a file, run in the order of `pipeline.py`."""

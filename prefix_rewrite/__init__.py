@@ -1,0 +1,1 @@
+"""Train unmodified attention/Mamba hybrids on a prefix forest, exactly."""

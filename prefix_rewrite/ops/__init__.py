@@ -1,0 +1,1 @@
+"""Tree ops: one folder an op, each with a plain reference beside its fast version."""
