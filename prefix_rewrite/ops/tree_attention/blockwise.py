@@ -1,0 +1,119 @@
+"""Tree attention by plain tensor ops: any device, any head dims, the same blocks.
+
+Shapes: T tokens, N query heads, K key heads, G = N / K, D head dim, V value dim, X either;
+C equal squares of a block, R queries of each, M keys of each. Scores are [C, K, G * R, M].
+Computes in the inputs' dtype; the op hands over fp32 or fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prefix_rewrite.ops.tree_attention.plan import FULL, Block
+
+MAX_SCORES = 2**22  # scores held at once: bounds memory whatever the forest
+
+
+def forward(
+    q_NTD: Tensor, k_KTD: Tensor, v_KTV: Tensor, blocks: list[Block], end_T: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output [T, N, V] and the log-sum-exp [T, N] of every query's scores."""
+    num_heads, num_tokens, _ = q_NTD.shape
+    num_groups = num_heads // len(k_KTD)
+    out_TNV = q_NTD.new_zeros(num_tokens, num_heads, v_KTV.shape[-1])
+    lse_TN = q_NTD.new_full((num_tokens, num_heads), -torch.inf)
+    for chunk in _chunks(blocks, num_heads):
+        out_view = chunk.queries(out_TNV.transpose(0, 1), num_groups)
+        lse_view = chunk.queries(lse_TN.t().unsqueeze(-1), num_groups)
+        scores = chunk.scores(q_NTD, k_KTD, end_T, scale)
+        lse = scores.logsumexp(-1, keepdim=True)
+        out = (scores.sub_(lse).exp_() @ chunk.keys(v_KTV)).view(out_view.shape)
+        lse = lse.view(lse_view.shape)
+        out_view.lerp_(out, torch.sigmoid(lse - lse_view))
+        lse_view.copy_(torch.logaddexp(lse_view, lse))
+    return out_TNV, lse_TN
+
+
+def backward(
+    grad_TNV: Tensor,
+    q_NTD: Tensor,
+    k_KTD: Tensor,
+    v_KTV: Tensor,
+    out_TNV: Tensor,
+    lse_TN: Tensor,
+    blocks: list[Block],
+    end_T: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q [T, N, D], k [T, K, D] and v [T, K, V].
+
+    FlashAttention's backward (Dao et al. 2022, algorithm 4): scores are recomputed, and every
+    block takes the log-sum-exp of the whole attention.
+    """
+    num_groups = len(q_NTD) // len(k_KTD)
+    grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q_NTD, k_KTD, v_KTV))
+    delta_TN1 = (grad_TNV * out_TNV).sum(-1, keepdim=True)
+    per_query = [x.transpose(0, 1) for x in (grad_TNV, delta_TN1, lse_TN.unsqueeze(-1))]
+    for chunk in _chunks(blocks, len(q_NTD)):
+        q, grad, delta, lse = (
+            chunk.queries(x, num_groups).flatten(2, 3) for x in (q_NTD, *per_query)
+        )
+        k, v = chunk.keys(k_KTD), chunk.keys(v_KTV)
+        probs = chunk.scores(q_NTD, k_KTD, end_T, scale).sub_(lse).exp_()
+        chunk.keys(grad_v).add_(probs.mT @ grad)
+        grad_scores = (grad @ v.mT).sub_(delta).mul_(probs).mul_(scale)
+        chunk.keys(grad_k).add_(grad_scores.mT @ q)
+        grad_q_view = chunk.queries(grad_q, num_groups)
+        grad_q_view.add_((grad_scores @ k).view(grad_q_view.shape))
+    return grad_q.transpose(0, 1), grad_k.transpose(0, 1), grad_v.transpose(0, 1)
+
+
+class _Chunk(NamedTuple):
+    """Queries [first, end) of each of the block's squares, against each one's first M keys."""
+
+    block: Block
+    first: int
+    end: int
+    num_keys: int
+
+    def queries(self, x_NTX: Tensor, num_groups: int) -> Tensor:
+        """View as [C, K, G, R, X]."""
+        rows = x_NTX[:, self.block.q0 : self.block.q1].unflatten(1, (self.block.num_squares, -1))
+        return (
+            rows[:, :, self.first : self.end].unflatten(0, (-1, num_groups)).permute(2, 0, 1, 3, 4)
+        )
+
+    def keys(self, x_KTX: Tensor) -> Tensor:
+        """View as [C, K, M, X]."""
+        rows = x_KTX[:, self.block.k0 : self.block.k1].unflatten(1, (self.block.num_squares, -1))
+        return rows[:, :, : self.num_keys].transpose(0, 1)
+
+    def scores(self, q_NTD: Tensor, k_KTD: Tensor, end_T: Tensor, scale: float) -> Tensor:
+        """Return the scaled scores [C, K, G * R, M], -inf where the key is not visible."""
+        num_groups = len(q_NTD) // len(k_KTD)
+        q = self.queries(q_NTD, num_groups).flatten(2, 3)
+        scores = (q @ self.keys(k_KTD).mT).mul_(scale)
+        if self.block.kind != FULL:
+            hidden = self._hidden(end_T)[:, None, None]
+            scores.unflatten(2, (num_groups, -1)).masked_fill_(hidden, -torch.inf)
+        return scores
+
+    def _hidden(self, end_T: Tensor) -> Tensor:
+        """Return [C, R, M]: whether the key is no ancestor of the query."""
+        token = torch.arange(len(end_T), device=end_T.device)[None, :, None]
+        query, key = self.queries(token, 1)[:, 0, 0], self.keys(token)[:, 0].mT
+        return (key > query) | (query >= self.keys(end_T[None, :, None])[:, 0].mT)
+
+
+def _chunks(blocks: list[Block], num_heads: int) -> Iterator[_Chunk]:
+    for block in blocks:
+        num_queries = (block.q1 - block.q0) // block.num_squares
+        num_keys = (block.k1 - block.k0) // block.num_squares
+        step = max(1, MAX_SCORES // (block.num_squares * num_heads * num_keys))
+        for first in range(0, num_queries, step):
+            end = min(first + step, num_queries)
+            yield _Chunk(block, first, end, num_keys if block.kind == FULL else end)

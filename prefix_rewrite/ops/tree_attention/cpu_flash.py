@@ -1,0 +1,124 @@
+"""Tree attention on CPU: PyTorch's flash kernel block by block, merged by log-sum-exp.
+
+Shapes: T tokens, N query heads, K key heads, D head dim, V value dim, P = max(D, V).
+The kernel checks little. What it needs, or dies, or is silently wrong: equal head dims and unit
+stride in the last one (`_padded`), N % K == 0 (the op checks), no empty block and no query without
+a key in a block (the plan).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prefix_rewrite.ops.tree_attention.plan import ANCESTOR, CAUSAL, Block
+
+flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def forward(
+    q_NTD: Tensor, k_KTD: Tensor, v_KTV: Tensor, blocks: list[Block], end_T: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output [T, N, V] and the log-sum-exp [T, N] of every query's scores."""
+    q_NTP, k_KTP, v_KTP = _padded(q_NTD, k_KTD, v_KTV)
+    num_heads, num_tokens, padded_dim = q_NTP.shape
+    out_TNP = q_NTP.new_empty(num_tokens, num_heads, padded_dim)
+    lse_TN = q_NTP.new_empty(num_tokens, num_heads)
+    for block in blocks:
+        out, lse = flash_forward(
+            _rows(q_NTP, block.q0, block.q1, block.num_squares),
+            _rows(k_KTP, block.k0, block.k1, block.num_squares),
+            _rows(v_KTP, block.k0, block.k1, block.num_squares),
+            0.0,
+            block.kind == CAUSAL,
+            attn_mask=_mask(block, end_T, q_NTD.dtype),
+            scale=scale,
+        )
+        here = slice(block.q0, block.q1)
+        out, lse = _tokens(out), _tokens(lse)
+        if block.on_diagonal:
+            out_TNP[here], lse_TN[here] = out, lse
+        else:
+            out_TNP[here].lerp_(out, torch.sigmoid(lse - lse_TN[here]).unsqueeze(-1))
+            torch.logaddexp(lse_TN[here], lse, out=lse_TN[here])
+    return out_TNP[..., : v_KTV.shape[-1]].contiguous(), lse_TN
+
+
+def backward(
+    grad_TNV: Tensor,
+    q_NTD: Tensor,
+    k_KTD: Tensor,
+    v_KTV: Tensor,
+    out_TNV: Tensor,
+    lse_TN: Tensor,
+    blocks: list[Block],
+    end_T: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q [T, N, D], k [T, K, D] and v [T, K, V].
+
+    A block's flash backward, given the *whole* attention's output and log-sum-exp, returns
+    exactly the block's share of each gradient (Liu et al. 2023, Ring Attention).
+    """
+    q_NTP, k_KTP, v_KTP, grad_NTP, out_NTP = _padded(
+        q_NTD, k_KTD, v_KTV, grad_TNV.transpose(0, 1), out_TNV.transpose(0, 1)
+    )
+    grads = [x.new_empty(x.shape[1], x.shape[0], x.shape[2]) for x in (q_NTP, k_KTP, v_KTP)]
+    lse_NT1 = lse_TN.t().unsqueeze(-1)
+    for block in blocks:
+        q_side = (block.q0, block.q1, block.num_squares)
+        k_side = (block.k0, block.k1, block.num_squares)
+        shares = flash_backward(
+            _rows(grad_NTP, *q_side),
+            _rows(q_NTP, *q_side),
+            _rows(k_KTP, *k_side),
+            _rows(v_KTP, *k_side),
+            _rows(out_NTP, *q_side),
+            _rows(lse_NT1, *q_side).squeeze(-1),
+            0.0,
+            block.kind == CAUSAL,
+            attn_mask=_mask(block, end_T, q_NTD.dtype),
+            scale=scale,
+        )
+        for grad, share, side in zip(grads, shares, (q_side, k_side, k_side), strict=True):
+            if block.on_diagonal:
+                grad[side[0] : side[1]] = _tokens(share)
+            else:
+                grad[side[0] : side[1]] += _tokens(share)
+    grad_q, grad_k, grad_v = grads
+    dim, value_dim = q_NTD.shape[-1], v_KTV.shape[-1]
+    return grad_q[..., :dim], grad_k[..., :dim], grad_v[..., :value_dim]
+
+
+def _padded(*tensors: Tensor) -> list[Tensor]:
+    """Give all tensors the last dim of the widest, by zeros, and unit stride in it.
+
+    Zeros add nothing to a score, and make columns of the output that are zero.
+    """
+    widest = max(x.shape[-1] for x in tensors)
+    pads = [widest - x.shape[-1] for x in tensors]
+    padded = [F.pad(x, (0, n)) if n else x for x, n in zip(tensors, pads, strict=True)]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
+
+
+def _rows(x_NTD: Tensor, first: int, end: int, count: int) -> Tensor:
+    """View tokens [first, end) as `count` batch rows: [count, N, (end - first) / count, D]."""
+    return x_NTD[:, first:end].unflatten(1, (count, -1)).transpose(0, 1)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Undo `_rows` and put the tokens first: [C, N, L, ...] to [C * L, N, ...]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _mask(block: Block, end_T: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the additive mask of an ANCESTOR square, None for the other kinds."""
+    if block.kind != ANCESTOR:
+        return None
+    query = torch.arange(block.q0, block.q1).unsqueeze(1)
+    visible = torch.ones(len(query), len(query), dtype=torch.bool).tril_()
+    visible &= query < end_T[block.k0 : block.k1]
+    mask = torch.zeros(visible.shape, dtype=dtype)
+    return mask.masked_fill_(~visible, -torch.inf)

@@ -1,0 +1,155 @@
+"""The tree attention op: shapes, dtypes and autograd around the executors.
+
+Shapes: T tokens, N query heads, K key heads, D head dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from prefix_rewrite.errors import LayoutError
+from prefix_rewrite.ops.tree_attention import blockwise, cpu_flash
+from prefix_rewrite.ops.tree_attention.plan import BLOCKS, SUBTREE_END, Block
+from prefix_rewrite.plan import PlanView
+
+_EXECUTORS: dict[str, ModuleType] = {"cpu_flash": cpu_flash, "blockwise": blockwise}
+
+
+def attention_backend(
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> str:
+    """Name the executor that runs tree attention on such tensors.
+
+    Args:
+        device: where the queries, keys and values are.
+        dtype: what their dtypes promote to.
+        head_dim: size of a query or key.
+        value_dim: size of a value.
+
+    Returns:
+        'cpu_flash' or 'blockwise'.
+    """
+    on_cpu = torch.device(device).type == "cpu"
+    return "cpu_flash" if on_cpu and dtype.is_floating_point else "blockwise"
+
+
+@torch.library.custom_op("prefix_rewrite::tree_attention", mutates_args=())
+def tree_attention_op(
+    q: Tensor, k: Tensor, v: Tensor, host_plan: Tensor, device_plan: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output [1, T, N, V] in v's dtype and the fp32 or fp64 log-sum-exp [T, N]."""
+    _check_shapes(q, k, v)
+    dtype = _compute_dtype(q, k, v)
+    blocks, end_T = _read_plan(host_plan, device_plan, q.shape[2])
+    executor = _EXECUTORS[attention_backend(q.device, dtype, q.shape[-1], v.shape[-1])]
+    inputs = (x[0].to(dtype) for x in (q, k, v))
+    out_TNV, lse_TN = executor.forward(*inputs, blocks, end_T, scale)
+    return out_TNV[None].to(v.dtype), lse_TN
+
+
+@tree_attention_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, host_plan: Tensor, device_plan: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    _, num_heads, num_tokens, _ = q.shape
+    out = v.new_empty(1, num_tokens, num_heads, v.shape[-1])
+    return out, q.new_empty(num_tokens, num_heads, dtype=_compute_dtype(q, k, v))
+
+
+@torch.library.custom_op("prefix_rewrite::tree_attention_backward", mutates_args=())
+def tree_attention_backward_op(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    host_plan: Tensor,
+    device_plan: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, in their shapes and dtypes."""
+    blocks, end_T = _read_plan(host_plan, device_plan, q.shape[2])
+    executor = _EXECUTORS[attention_backend(q.device, lse.dtype, q.shape[-1], v.shape[-1])]
+    grad_TNV, q_NTD, k_KTD, v_KTV, out_TNV = (x[0].to(lse.dtype) for x in (grad_out, q, k, v, out))
+    grads = executor.backward(grad_TNV, q_NTD, k_KTD, v_KTV, out_TNV, lse, blocks, end_T, scale)
+    grad_q, grad_k, grad_v = (
+        grad.to(x.dtype).contiguous().transpose(0, 1)[None]
+        for grad, x in zip(grads, (q, k, v), strict=True)
+    )
+    return grad_q, grad_k, grad_v
+
+
+@tree_attention_backward_op.register_fake
+def _(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    host_plan: Tensor,
+    device_plan: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_v = (
+        x.new_empty(1, x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v)
+    )
+    return grad_q, grad_k, grad_v
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, host_plan, device_plan, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, host_plan, device_plan)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out: Tensor | None, grad_lse: None):
+    if grad_out is None:
+        return None, None, None, None, None, None
+    grads = torch.ops.prefix_rewrite.tree_attention_backward(
+        grad_out, *ctx.saved_tensors, ctx.scale
+    )
+    return *grads, None, None, None
+
+
+tree_attention_op.register_autograd(_backward, setup_context=_save)
+
+
+def _compute_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    """Return fp64 if any input is, else fp32."""
+    return torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+
+
+def _read_plan(
+    host_plan: Tensor, device_plan: Tensor, num_tokens: int
+) -> tuple[list[Block], Tensor]:
+    plan = PlanView(host_plan, device_plan)
+    end_T = plan[SUBTREE_END]
+    if len(end_T) != num_tokens:
+        raise LayoutError(
+            f"the plan must be of as many tokens as the queries, got {len(end_T)} and "
+            f"{num_tokens}; give the model the layout of the forest that it runs"
+        )
+    return [Block(*row) for row in plan[BLOCKS].tolist()], end_T
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    fits = (
+        q.ndim == k.ndim == v.ndim == 4
+        and q.shape[0] == k.shape[0] == v.shape[0] == 1
+        and q.shape[2] == k.shape[2] == v.shape[2]
+        and k.shape[1] == v.shape[1]
+        and q.shape[3] == k.shape[3]
+        and q.shape[1] % max(k.shape[1], 1) == 0
+    )
+    if not fits:
+        raise LayoutError(
+            "tree attention needs q [1, N, T, D], k [1, K, T, D], v [1, K, T, V], N a multiple of "
+            f"K, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "
+            "run one forest at a time"
+        )
