@@ -50,7 +50,8 @@ class SegmentTable:
             raise ForestError(f"segment {int(lengths.argmin())} has no token; drop it")
         ends = np.cumsum(lengths)
         starts = ends - lengths
-        depth, subtree_end, path = [0] * count, ends.tolist(), []
+        depth, subtree_end = [0] * count, ends.tolist()
+        path: list[int] = []
         size = lengths.tolist()
         for i, p in enumerate(parent):
             while path and path[-1] != p:
@@ -96,6 +97,32 @@ class SegmentTable:
         last_token = self.start + self.length - 1
         parent[self.start] = np.where(self.parent >= 0, last_token[self.parent], -1)
         return parent
+
+    @cached_property
+    def run_head(self) -> IntArray:
+        """[S] the highest ancestor from which the path down to the segment is contiguous.
+
+        With the heaviest child first, a root path crosses at most log2(T) + 1 such runs.
+        """
+        head = list(range(self.num_segments))
+        parent = self.parent.tolist()
+        for i in range(1, len(parent)):
+            if parent[i] == i - 1:  # a first child's tokens directly follow its parent's
+                head[i] = head[i - 1]
+        return np.asarray(head, dtype=np.int64)
+
+    def locate(self, segment: IntArray, depth: IntArray) -> IntArray:
+        """Return [K] the tokens at the depths [K] on the root paths of the segments [K]."""
+        head = self.run_head[segment]
+        above = np.flatnonzero(depth < self.depth[head])
+        while above.size:
+            head[above] = self.run_head[self.parent[head[above]]]
+            above = above[depth[above] < self.depth[head[above]]]
+        return self.start[head] + depth - self.depth[head]
+
+    def segment_of(self, token: IntArray) -> IntArray:
+        """Return [K] the segments that hold the tokens [K]."""
+        return np.searchsorted(self.start, token, side="right") - 1
 
     @property
     def num_attended_pairs(self) -> int:
