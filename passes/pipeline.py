@@ -1,0 +1,62 @@
+"""The rewrite: its passes, in order."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+from torch.fx import GraphModule, Node
+
+from prefix_rewrite.passes.bind_layout import bind_layout
+from prefix_rewrite.passes.context import PassContext, PassReport
+from prefix_rewrite.passes.graph_census import graph_census
+from prefix_rewrite.passes.honour_checkpoints import honour_checkpoints
+from prefix_rewrite.passes.nodes import copy_graph, walk
+from prefix_rewrite.passes.project_edges import project_edges
+from prefix_rewrite.passes.reject_unsupported import reject_unsupported
+from prefix_rewrite.passes.replace_attention import replace_attention
+from prefix_rewrite.passes.replace_mamba import replace_mamba
+from prefix_rewrite.passes.verify_rewrite import verify_rewrite
+
+Pass = Callable[[GraphModule, PassContext], PassReport]
+
+PASSES: tuple[Pass, ...] = (
+    graph_census,
+    reject_unsupported,
+    bind_layout,
+    replace_attention,
+    replace_mamba,
+    project_edges,
+    honour_checkpoints,
+    verify_rewrite,
+)
+
+_IN_PLACE = {
+    getattr(operator, name)
+    for name in ("iadd", "iand", "ifloordiv", "imatmul", "imod", "imul", "ior", "ipow", "isub")
+} | {operator.itruediv, operator.ixor, operator.setitem}
+
+
+def rewrite(graph_module: GraphModule, context: PassContext) -> GraphModule:
+    """Return a rewritten copy of a captured graph; the graph given is left as it was.
+
+    Raises:
+        UnsupportedModelError: the graph holds what can't be run exactly on a forest.
+    """
+    copy = copy_graph(graph_module)
+    for run_pass in PASSES:
+        context.reports.append(run_pass(copy, context))
+    for owner in {owner for owner, _ in walk(copy)}:
+        owner.graph.eliminate_dead_code(_is_impure)
+        owner.graph.lint()
+        owner.recompile()
+    return copy
+
+
+def _is_impure(node: Node) -> bool:
+    """Keep what changes a tensor in place: its effect may be read through another name."""
+    if node.op in ("placeholder", "output"):
+        return True
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))

@@ -1,0 +1,76 @@
+"""Refuse what can't be run exactly, with every reason at once, before anything is changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from prefix_rewrite.errors import Finding, UnsupportedModelError
+from prefix_rewrite.passes.context import PassContext, PassReport
+from prefix_rewrite.passes.head import other_heads
+from prefix_rewrite.passes.nodes import module_path, source_line, walk
+
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout}
+
+
+def reject_unsupported(graph_module: GraphModule, context: PassContext) -> PassReport:
+    """Raise one error with all findings.
+
+    Raises:
+        UnsupportedModelError: there is at least one.
+    """
+    findings = [
+        *context.findings,
+        *_mixer_findings(context),
+        *_graph_findings(graph_module),
+        *context.checked_census.head.findings,
+        *_other_head_findings(graph_module, context),
+    ]
+    if findings:
+        raise UnsupportedModelError(findings)
+    return PassReport("reject_unsupported", Counter())
+
+
+def _mixer_findings(context: PassContext) -> Iterator[Finding]:
+    census = context.checked_census
+    for call in census.mixers:
+        for what, remedy in call.target.inspect(call.arguments, census.tokens):
+            yield Finding(what, remedy, call.module, call.source)
+
+
+def _graph_findings(graph_module: GraphModule) -> Iterator[Finding]:
+    for _, node in walk(graph_module):
+        if node.target is torch.ops.prefix_rewrite.leaf_unknown_mixer:
+            yield _at(node, f"calls {node.args[1]}, which has no tree op", "use another model")
+        elif node.target in _DROPOUTS and _dropout_probability(node) > 0:
+            yield _at(
+                node,
+                f"dropout of {_dropout_probability(node)} in training",
+                "set it to 0 or call eval()",
+            )
+
+
+def _dropout_probability(node: Node) -> float:
+    given = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
+    return float(given.get("p", 0.5)) if given.get("training", True) else 0.0  # type: ignore[arg-type]
+
+
+def _other_head_findings(graph_module: GraphModule, context: PassContext) -> Iterator[Finding]:
+    census = context.checked_census
+    nodes = (node for _, node in walk(graph_module))
+    for node in other_heads(census.project, nodes, census.tokens, census.vocab_size):
+        what = "a second vocabulary projection (a head that predicts further ahead?)"
+        if context.mtp == "bypass":
+            where = module_path(node) or "the model"
+            warnings.warn(f"{where}: {what} is bypassed and gets no gradient", stacklevel=2)
+        else:
+            yield _at(node, what, "remove it, or pass mtp='bypass' to train without it")
+
+
+def _at(node: Node, what: str, remedy: str) -> Finding:
+    return Finding(what, remedy, module_path(node), source_line(node))

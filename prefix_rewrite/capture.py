@@ -1,0 +1,265 @@
+"""Capture a model by Dynamo, with our own backend, and run the rewritten graph.
+
+`torch.compile` does the capture, guards it and recaptures when the model changes (train or eval,
+dtype, autocast). The backend rewrites a copy of the graph; the graph's inputs stay Dynamo's own,
+so parameters are always the live ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
+from torch.fx import GraphModule
+
+from prefix_rewrite.errors import Finding, PrefixRewriteError, UnsupportedModelError
+from prefix_rewrite.layout import Layout
+from prefix_rewrite.model_checks import attention_configs, model_findings
+from prefix_rewrite.passes.context import Census, PassContext
+from prefix_rewrite.passes.pipeline import rewrite
+from prefix_rewrite.plan import Planner
+from prefix_rewrite.seams import ATTENTION_NAME, install_seams, tracing_for_us
+
+GraphOutput = tuple[Tensor, Tensor, Tensor]  # logprobs [E], entropy [E], logits [1,R,V]
+
+
+class _NotPlanned(Exception):
+    """The graph was captured, but the layout given was not planned for its ops."""
+
+
+class CapturedModel:
+    """One model's rewritten graphs behind Dynamo's guards.
+
+    Attributes:
+        census: what the graph captured last holds.
+        planners: what its ops must know of a forest.
+    """
+
+    def __init__(self, model: nn.Module, *, backend: str | Callable[..., Any], mtp: str):
+        self.model = model
+        self.backend = backend
+        self.mtp = mtp
+        self.census: Census | None = None
+        self.planners: tuple[Planner, ...] = ()
+        self._planned: tuple[Planner, ...] | None = None
+        self._lock = threading.RLock()
+        install_seams(model)
+        _register_attention(model)
+        self._compiled = torch.compile(
+            _make_entry(model), backend=self._compile_graph, fullgraph=True, dynamic=True
+        )
+
+    def capture(self) -> Census:
+        """Capture and rewrite the model in its present mode, without running it.
+
+        Raises:
+            UnsupportedModelError: it can't be run exactly on a forest, with every reason.
+        """
+        device = next(self.model.parameters()).device
+        self._run(_example_layout(device), None, torch.ones(1, device=device), False, False)
+        assert self.census is not None, "a run must capture"
+        return self.census
+
+    def __call__(
+        self,
+        layout_for: Callable[[tuple[Planner, ...]], Layout],
+        temperature: Tensor,
+        *,
+        entropy: bool,
+        logits: bool,
+    ) -> GraphOutput:
+        """Run on a forest, laid out for whatever ops the model's current graph holds."""
+        while True:
+            planners = self.planners
+            result = self._run(layout_for(planners), planners, temperature, entropy, logits)
+            if result is not None:
+                return result
+
+    def _run(
+        self,
+        layout: Layout,
+        planned: tuple[Planner, ...] | None,
+        temperature: Tensor,
+        entropy: bool,
+        logits: bool,
+    ) -> GraphOutput | None:
+        with self._lock, _attention_through_seam(self.model), tracing_for_us(), _translated():
+            self._planned = planned
+            try:
+                with torch._dynamo.config.patch(specialize_float=True):
+                    return self._compiled(
+                        layout.input_ids,
+                        layout.position_ids,
+                        layout.host_plan,
+                        layout.device_plan,
+                        layout.edge_source,
+                        layout.edge_row,
+                        layout.edge_target,
+                        temperature,
+                        entropy,
+                        logits,
+                    )
+            except _NotPlanned:
+                return None
+
+    def _compile_graph(self, graph_module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        context = PassContext(str(self.backend), self.mtp, model_findings(self.model))
+        rewritten = rewrite(graph_module, context)
+        census = self.census = context.checked_census
+        needed = tuple(dict.fromkeys(call.target.planner for call in census.mixers))
+        self.planners = tuple(dict.fromkeys((*self.planners, *needed)))
+        run = self._lower(rewritten, inputs)
+
+        def run_if_planned(*arguments: Any) -> Any:
+            if self._planned is None or not set(needed) <= set(self._planned):
+                raise _NotPlanned
+            return run(*arguments)
+
+        return run_if_planned
+
+    def _lower(self, graph_module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if self.backend == "eager":
+            return graph_module.forward
+        return torch._dynamo.lookup_backend(self.backend)(graph_module, inputs)
+
+
+def _example_layout(device: torch.device) -> Layout:
+    """Lengths that differ from each other and from 0 and 1, so that each gets its own symbol."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+
+    return Layout(
+        input_ids=zeros(1, 11),
+        position_ids=torch.arange(11, device=device)[None],
+        host_plan=torch.zeros(29, dtype=torch.int64),
+        device_plan=zeros(23),
+        edge_source=zeros(3),
+        edge_row=zeros(5),
+        edge_target=zeros(5),
+        num_edges=5,
+    )
+
+
+def _make_entry(model: nn.Module) -> Callable[..., GraphOutput]:
+    """Build the function that Dynamo traces: bind the layout, run the model, project."""
+    ids_name, extra = _forward_arguments(model)
+    takes_positions = extra.pop("position_ids", False)
+
+    def entry(
+        input_ids: Tensor,
+        position_ids: Tensor,
+        host_plan: Tensor,
+        device_plan: Tensor,
+        edge_source: Tensor,
+        edge_row: Tensor,
+        edge_target: Tensor,
+        temperature: Tensor,
+        entropy: bool,
+        logits_wanted: bool,
+    ) -> GraphOutput:
+        ids = torch.ops.prefix_rewrite.bind(input_ids, host_plan, device_plan)
+        arguments = {ids_name: ids, **extra}
+        if takes_positions:
+            arguments["position_ids"] = position_ids
+        logits, others = _split_output(model(**arguments))
+        return torch.ops.prefix_rewrite.leaf_project(
+            logits, others, edge_source, edge_row, edge_target, temperature, entropy, logits_wanted
+        )
+
+    # Dynamo keeps its cache by code object; a copy gives each model a cache of its own.
+    entry.__code__ = entry.__code__.replace()
+    return entry
+
+
+def _forward_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
+    """Name the ids' parameter of a model's forward, and what else it must be told."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    parameters = inspect.signature(inner.forward).parameters
+    first = next(iter(parameters), None)
+    if first is None:
+        raise UnsupportedModelError(
+            [Finding("forward takes no arguments", "take token ids as the first one")]
+        )
+    extra: dict[str, Any] = {}
+    if "position_ids" in parameters:
+        extra["position_ids"] = True
+    if "use_cache" in parameters:
+        extra["use_cache"] = False
+    return ("input_ids" if "input_ids" in parameters else first), extra
+
+
+def _split_output(output: Any) -> tuple[Tensor, list[Tensor]]:
+    """Return a model's logits, and every other tensor in its output."""
+    if isinstance(output, Tensor):
+        return output, []
+    if isinstance(output, (tuple, list)):
+        return output[0], _tensors(output[1:])
+    fields = {name: value for name, value in output.items() if name != "logits"}
+    return output.logits, _tensors(list(fields.values()))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found.extend(_tensors(value))
+    return found
+
+
+def _register_attention(model: nn.Module) -> None:
+    """Offer our seam to transformers' attention interface; as a mask the name is unknown."""
+    if any(True for _ in attention_configs(model)):
+        from transformers import AttentionInterface
+
+        from prefix_rewrite.seams import attention_seam
+
+        AttentionInterface.register(ATTENTION_NAME, attention_seam)
+
+
+@contextmanager
+def _attention_through_seam(model: nn.Module) -> Iterator[None]:
+    """Name our seam as the attention implementation while Dynamo traces or checks guards."""
+    configs = list(attention_configs(model))
+    before = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = ATTENTION_NAME
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turn Dynamo's errors into ours."""
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        inner = error.inner_exception
+        if isinstance(inner, PrefixRewriteError):
+            raise inner from None
+        raise
+    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        raise UnsupportedModelError([_capture_finding(error)]) from None
+
+
+def _capture_finding(error: Exception) -> Finding:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    stack = list(getattr(error, "real_stack", None) or [])
+    frames = [frame for frame in stack if frame.filename != __file__]
+    return Finding(
+        what=f"could not be captured as one graph: {' '.join(lines[:3])}",
+        remedy="avoid control flow that depends on tensor values, and calls Dynamo can't trace",
+        source=f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "",
+    )

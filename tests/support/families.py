@@ -1,0 +1,137 @@
+"""Tiny random models of every supported family, initialised so that a lost state is visible.
+
+With default weights a wrong context changes a tiny model's output by less than rounding, and
+Mamba forgets within a few tokens; see `spread_weights`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCAB = 97
+LINEAR, FULL = "linear_attention", "full_attention"
+
+COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1}
+COMMON |= {"eos_token_id": 2, "initializer_range": 0.1}
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+MAMBA |= {"mamba_chunk_size": 8}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {**ATTENTION, "intermediate_size": 48, "num_hidden_layers": 2,
+                        "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {**ATTENTION, "head_dim": 8, "intermediate_size": 48,
+                        "num_hidden_layers": 2}),
+    "mamba2": ("mamba2", {"num_hidden_layers": 2, "num_heads": 8, "head_dim": 8,
+                          "state_size": 16, "n_groups": 2, "chunk_size": 8}),
+    "bamba": ("bamba", {**ATTENTION, **MAMBA, "intermediate_size": 48, "num_hidden_layers": 3,
+                        "attn_layer_indices": [1], "tie_word_embeddings": True}),
+    "granitemoehybrid": ("granitemoehybrid", {
+        **ATTENTION, **MAMBA, "intermediate_size": 32, "shared_intermediate_size": 32,
+        "num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "num_local_experts": 0,
+        "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2}),
+    "nemotron_h": ("nemotron_h", {
+        **ATTENTION, "head_dim": 8, "intermediate_size": 48,
+        "layers_block_type": [LINEAR, "mlp", FULL, "mlp", LINEAR], "mamba_num_heads": 8,
+        "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8}),
+    "falcon_h1": ("falcon_h1", {
+        **ATTENTION, **MAMBA, "intermediate_size": 48, "num_hidden_layers": 2, "mamba_d_ssm": 64,
+        "mamba_rms_norm": True, "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0,
+        "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9], "ssm_in_multiplier": 1.1,
+        "ssm_out_multiplier": 0.9, "key_multiplier": 0.7, "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 0.9, "mlp_multipliers": [0.9, 0.8]}),
+    "zamba2": ("zamba2", {
+        **ATTENTION, "num_key_value_heads": 4, "intermediate_size": 48, "num_hidden_layers": 5,
+        "layers_block_type": [LINEAR, "hybrid", "hybrid", LINEAR, "hybrid"], "num_mem_blocks": 2,
+        "adapter_rank": 4, "use_shared_attention_adapter": True, "use_mem_rope": True,
+        "mamba_d_state": 16, "n_mamba_heads": 8, "mamba_ngroups": 2, "chunk_size": 8}),
+}  # fmt: skip
+
+FAMILIES = (*CONFIGS, "handwritten")
+
+
+class HandwrittenBlock(nn.Module):
+    """A block of a model that nobody registered anywhere."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(x)
+
+
+class Handwritten(nn.Module):
+    """Embeddings with learned positions, blocks, a head; `forward` returns a plain tensor."""
+
+    def __init__(self, width: int = 32, heads: int = 4, layers: int = 2):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.positions = nn.Embedding(8192, width)
+        self.blocks = nn.ModuleList(HandwrittenBlock(width, heads) for _ in range(layers))
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.positions(position_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build_model(
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    decay: tuple[float, float] = (-4.0, -3.0),
+    **overrides: Any,
+) -> nn.Module:
+    """Build a family's tiny model in training mode, with weights under which state is visible."""
+    torch.manual_seed(seed)
+    if family == "handwritten":
+        model: nn.Module = Handwritten(**overrides)
+    else:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        name, settings = CONFIGS[family]
+        config = AutoConfig.for_model(name, **{**COMMON, **settings, **overrides})
+        model = AutoModelForCausalLM.from_config(config)
+    spread_weights(model, seed=seed, decay=decay)
+    return model.to(dtype).train()
+
+
+def spread_weights(model: nn.Module, *, seed: int, decay: tuple[float, float]) -> None:
+    """Take every parameter away from zeros and ones, and give Mamba a long memory."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("A_log"):
+                low, high = decay
+                parameter.copy_(torch.linspace(low, high, parameter.numel()).view_as(parameter))
+            elif parameter.ndim >= 2 and "conv1d" not in name:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1 * noise)
+
+
+def forward_rows(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """The untouched model on one unpadded row [1,N], no cache: logits [1,N,V]."""
+    if isinstance(model, Handwritten):
+        return model(input_ids, torch.arange(input_ids.shape[1])[None])
+    return model(input_ids=input_ids, use_cache=False).logits
