@@ -152,6 +152,7 @@ def _make_entry(model: nn.Module) -> Callable[..., GraphOutput]:
     """Build the function that Dynamo traces: bind the layout, run the model, project."""
     ids_name, extra = _forward_arguments(model)
     takes_positions = extra.pop("position_ids", False)
+    forward: Callable[..., Any] = model
 
     def entry(
         input_ids: Tensor,
@@ -169,7 +170,7 @@ def _make_entry(model: nn.Module) -> Callable[..., GraphOutput]:
         arguments = {ids_name: ids, **extra}
         if takes_positions:
             arguments["position_ids"] = position_ids
-        logits, others = _split_output(model(**arguments))
+        logits, others = _split_output(forward(**arguments))
         return torch.ops.prefix_rewrite.leaf_project(
             logits, others, edge_source, edge_row, edge_target, temperature, entropy, logits_wanted
         )

@@ -170,7 +170,7 @@ def _share(model: nn.Module, runner: _Runner) -> nn.Module:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    view = object.__new__(type(base.__name__, (_ForestModel, base), namespace))
+    view: Any = object.__new__(type(base.__name__, (_ForestModel, base), namespace))
     object.__setattr__(view, "__dict__", model.__dict__)
     object.__setattr__(view, "_prefix_rewrite_runner", runner)
     return view

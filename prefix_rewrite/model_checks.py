@@ -16,7 +16,7 @@ from torch import nn
 from prefix_rewrite.errors import Finding
 from prefix_rewrite.seams import ATTENTION_NAME
 
-# Attention functions of transformers that compute plain softmax attention over what they are given.
+# Attention functions of transformers: plain softmax attention over what they are given.
 _KNOWN_ATTENTION = {"eager", "sdpa", "flex_attention"}
 _KNOWN_ATTENTION |= {f"flash_attention_{version}" for version in (2, 3, 4)}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}

@@ -27,7 +27,7 @@ class ForestOutput:
     logits: Tensor | None = None
 
     def per_call(self) -> list[Tensor]:
-        """Return the log-probabilities of each call, `[len(sampled_ids)]`, in the caller's order."""
+        """Return each call's log-probabilities, `[len(sampled_ids)]`, in the caller's order."""
         offsets = self.forest.edges.call_offsets
         return list(self.logprobs.split((offsets[1:] - offsets[:-1]).tolist()))
 

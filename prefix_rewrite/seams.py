@@ -78,24 +78,33 @@ def _project_shape(
     return logits.new_empty(edges, dtype=dtype), logits.new_empty(edges, dtype=dtype), rows
 
 
-_leaf("bind", "(Tensor input_ids, Tensor host_plan, Tensor device_plan) -> Tensor",
-      lambda input_ids, host_plan, device_plan: torch.empty_like(input_ids))  # fmt: skip
+_leaf(
+    "bind",
+    "(Tensor input_ids, Tensor host_plan, Tensor device_plan) -> Tensor",
+    lambda input_ids, host_plan, device_plan: torch.empty_like(input_ids),
+)
 _leaf(
     "leaf_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, float scale, float dropout, "
     "int window, float softcap, bool causal, str unknown) -> Tensor",
     _attention_shape,
 )
-_leaf("leaf_conv", "(Tensor x, Tensor weight, Tensor? bias, str activation, str unknown) -> Tensor",
-      lambda x, *rest: torch.empty_like(x))  # fmt: skip
+_leaf(
+    "leaf_conv",
+    "(Tensor x, Tensor weight, Tensor? bias, str activation, str unknown) -> Tensor",
+    lambda x, *rest: torch.empty_like(x),
+)
 _leaf(
     "leaf_ssd",
     "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
     "bool dt_softplus, float dt_min, float dt_max, str unknown) -> Tensor",
     _scan_shape,
 )
-_leaf("leaf_unknown_mixer", "(Tensor x, str name) -> Tensor",
-      lambda x, name: torch.empty_like(x))  # fmt: skip
+_leaf(
+    "leaf_unknown_mixer",
+    "(Tensor x, str name) -> Tensor",
+    lambda x, name: torch.empty_like(x),
+)
 _leaf(
     "leaf_project",
     "(Tensor logits, Tensor[] others, Tensor edge_source, Tensor edge_row, Tensor edge_target, "
