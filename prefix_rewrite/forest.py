@@ -58,6 +58,8 @@ class PrefixForest:
         edges: the sampled edges.
         call_segment: [C] segment that holds the call's last token.
         call_length: [C] tokens of the call.
+        call_ids: [C] the calls' positions in the forest that this is a fragment of; else 0..C-1.
+        edge_ids: [E] the edges' positions there; else 0..E-1.
     """
 
     segments: SegmentTable
@@ -66,6 +68,8 @@ class PrefixForest:
     edges: EdgeTable
     call_segment: IntArray
     call_length: IntArray
+    call_ids: IntArray
+    edge_ids: IntArray
 
     @classmethod
     def from_calls(cls, calls: Iterable[CapturedCall]) -> PrefixForest:
@@ -87,20 +91,19 @@ class PrefixForest:
                 kind = type(call).__name__
                 raise ForestError(f"call {i}: must be a CapturedCall, got {kind}; construct one")
         tree = build_radix_tree(calls)
-        rank = [NO_CALL] * len(tree.parent)
+        spans = list(zip(tree.example, tree.begin, tree.end, strict=True))
+        rank = [NO_CALL] * len(spans)
         for i, node in enumerate(tree.call_node):
             rank[node] = min(rank[node], i)
-        length = [end - begin for begin, end in zip(tree.begin, tree.end, strict=True)]
-        order = heavy_first_order(tree.parent, length, rank)
-        runs = [calls[tree.example[i]].token_ids[tree.begin[i] : tree.end[i]] for i in order]
-        table, place = _lay_out(tree.parent, length, order)
-        return cls._assemble(
-            table,
-            runs,
-            nodes=tuple(range(len(order))),
-            call_segment=place[np.asarray(tree.call_node, dtype=np.int64)],
+        return assemble_forest(
+            parent=tree.parent,
+            runs=[calls[call].token_ids[begin:end] for call, begin, end in spans],
+            rank=rank,
+            names=None,
+            call_node=np.asarray(tree.call_node, dtype=np.int64),
             call_length=np.asarray([call.num_tokens for call in calls], dtype=np.int64),
-            depths=[np.flatnonzero(call.sampled) for call in calls],
+            sampled_depth=_concatenate([np.flatnonzero(call.sampled) for call in calls]),
+            num_sampled=np.asarray([call.num_sampled for call in calls], dtype=np.int64),
         )
 
     @classmethod
@@ -115,46 +118,43 @@ class PrefixForest:
                 message names the node.
         """
         given = read_graph(graph)
-        count = len(given.names)
-        length = [len(ids) for ids in given.token_ids]
-        order = heavy_first_order(given.parent, length, range(count))
-        table, place = _lay_out(given.parent, length, order)
-        begin = table.depth[place]
-        return cls._assemble(
-            table,
-            [given.token_ids[i] for i in order],
-            nodes=tuple(given.names[i] for i in order),
-            call_segment=place,
-            call_length=begin + np.asarray(length, dtype=np.int64),
-            depths=[b + np.flatnonzero(m) for b, m in zip(begin, given.sampled, strict=True)],
+        length = np.asarray([len(ids) for ids in given.token_ids], dtype=np.int64)
+        begin = np.zeros(len(length), dtype=np.int64)
+        for i in given.order:
+            if given.parent[i] != -1:
+                begin[i] = begin[given.parent[i]] + length[given.parent[i]]
+        at = [np.flatnonzero(mask) for mask in given.sampled]
+        num_sampled = np.asarray([len(positions) for positions in at], dtype=np.int64)
+        return assemble_forest(
+            parent=given.parent,
+            runs=given.token_ids,
+            rank=range(len(length)),
+            names=given.names,
+            call_node=np.arange(len(length)),
+            call_length=begin + length,
+            sampled_depth=np.repeat(begin, num_sampled) + _concatenate(at),
+            num_sampled=num_sampled,
         )
 
-    @classmethod
-    def _assemble(
-        cls,
-        table: SegmentTable,
-        runs: Sequence[IntArray],
-        *,
-        nodes: tuple[Hashable, ...],
-        call_segment: IntArray,
-        call_length: IntArray,
-        depths: Sequence[IntArray],
-    ) -> PrefixForest:
-        """Put a forest together from each segment's ids and each call's sampled depths."""
-        token_ids = np.concatenate([np.empty(0, dtype=np.int64), *runs])
-        counts = np.asarray([len(depth) for depth in depths], dtype=np.int64)
-        depth = np.concatenate([np.empty(0, dtype=np.int64), *depths])
-        call = np.repeat(np.arange(len(counts)), counts)
-        token = table.locate(call_segment[call], depth)
-        last = table.locate(call_segment, call_length - 1)
-        edges = EdgeTable(
-            source=table.parent_token[token],
-            target=token_ids[token],
-            call=call,
-            token=token,
-            call_offsets=np.concatenate([[0], np.cumsum(counts)]),
-        )
-        return cls(table, token_ids, nodes, edges, table.segment_of(last), call_length)
+    def split(
+        self, max_tokens: int, *, max_attended_pairs: int | None = None
+    ) -> list[PrefixForest]:
+        """Plan fragments within a budget, with little repeated and each edge owned once.
+
+        A fragment's `call_ids` and `edge_ids` are positions in this forest, and
+        `fragments.caller_order` puts the results of all fragments back into the caller's order.
+        Groups with a common prefix stay together where they fit.
+
+        Args:
+            max_tokens: physical tokens that a fragment may have.
+            max_attended_pairs: (query, key) pairs of causal attention that it may have.
+
+        Raises:
+            ForestError: a single path is over the budget; the message says by how much.
+        """
+        from prefix_rewrite.fragments import split_forest
+
+        return split_forest(self, max_tokens, max_attended_pairs=max_attended_pairs)
 
     @property
     def num_tokens(self) -> int:
@@ -225,12 +225,60 @@ class PrefixForest:
         )
 
 
-def _lay_out(
-    parent: Sequence[int], length: Sequence[int], order: Sequence[int]
-) -> tuple[SegmentTable, IntArray]:
-    """Return the segment table of nodes laid out in `order`, and each node's segment index."""
+def assemble_forest(
+    *,
+    parent: Sequence[int],
+    runs: Sequence[IntArray],
+    rank: Sequence[int],
+    names: Sequence[Hashable] | None,
+    call_node: IntArray,
+    call_length: IntArray,
+    sampled_depth: IntArray,
+    num_sampled: IntArray,
+    call_ids: IntArray | None = None,
+    edge_ids: IntArray | None = None,
+) -> PrefixForest:
+    """Lay out nodes given in any order, and find the sampled edges of the calls.
+
+    Args:
+        parent: [S] parent of each node, -1 for a root.
+        runs: [S] token ids of each node.
+        rank: [S] first use by the caller, which decides between children of equal weight.
+        names: [S] node names; None names them by their segment index.
+        call_node: [C] a node at or below the one that holds the call's last token.
+        call_length: [C] tokens of each call.
+        sampled_depth: [E] depth of each sampled token, call by call.
+        num_sampled: [C] sampled tokens of each call.
+        call_ids: [C] the calls' positions in the forest that is split; None if it is whole.
+        edge_ids: [E] the same of the edges.
+    """
+    length = [len(ids) for ids in runs]
+    order = heavy_first_order(parent, length, rank)
     place = np.empty(len(order), dtype=np.int64)
-    place[np.asarray(order, dtype=np.int64)] = np.arange(len(order))
-    above = [parent[i] for i in order]
-    parents = [-1 if p == -1 else int(place[p]) for p in above]
-    return SegmentTable.from_parents(parents, [length[i] for i in order]), place
+    place[order] = np.arange(len(order))
+    parents = [-1 if parent[i] == -1 else int(place[parent[i]]) for i in order]
+    table = SegmentTable.from_parents(parents, [length[i] for i in order])
+    token_ids = _concatenate([runs[i] for i in order])
+    call_segment = place[call_node]
+    call = np.repeat(np.arange(len(num_sampled)), num_sampled)
+    token = table.locate(call_segment[call], sampled_depth)
+    return PrefixForest(
+        segments=table,
+        token_ids=token_ids,
+        nodes=tuple(range(len(order)) if names is None else [names[i] for i in order]),
+        edges=EdgeTable(
+            source=table.parent_token[token],
+            target=token_ids[token],
+            call=call,
+            token=token,
+            call_offsets=np.concatenate([[0], np.cumsum(num_sampled)]),
+        ),
+        call_segment=table.segment_of(table.locate(call_segment, call_length - 1)),
+        call_length=call_length,
+        call_ids=np.arange(len(call_length)) if call_ids is None else call_ids,
+        edge_ids=np.arange(len(token)) if edge_ids is None else edge_ids,
+    )
+
+
+def _concatenate(arrays: Sequence[IntArray]) -> IntArray:
+    return np.concatenate([np.empty(0, dtype=np.int64), *arrays])

@@ -24,12 +24,14 @@ class GraphInput:
         parent: index of each node's parent, -1 for a root.
         token_ids: [n] int64 of each node.
         sampled: [n] bool of each node.
+        order: the nodes with parents before children.
     """
 
     names: list[Hashable]
     parent: list[int]
     token_ids: list[IntArray]
     sampled: list[BoolArray]
+    order: list[int]
 
 
 def read_graph(graph: nx.DiGraph) -> GraphInput:
@@ -43,14 +45,15 @@ def read_graph(graph: nx.DiGraph) -> GraphInput:
     names = list(graph)
     index = {name: i for i, name in enumerate(names)}
     parent = [_parent_index(graph, name, index) for name in names]
-    if len(topological_order(parent)) < len(names):
-        name = names[_node_on_cycle(parent)]
+    order = topological_order(parent)
+    if len(order) < len(names):
+        name = names[_node_on_cycle(parent, set(order))]
         raise ForestError(f"a forest must have no cycle, got one through node {name!r}; cut it")
     nodes = [
         _read_node(name, graph.nodes[name], is_root=above == -1)
         for name, above in zip(names, parent, strict=True)
     ]
-    return GraphInput(names, parent, [ids for ids, _ in nodes], [mask for _, mask in nodes])
+    return GraphInput(names, parent, [ids for ids, _ in nodes], [mask for _, mask in nodes], order)
 
 
 def _check_kind(graph: Any) -> None:
@@ -77,8 +80,7 @@ def _parent_index(graph: nx.DiGraph, name: Hashable, index: Mapping[Hashable, in
     return index[above[0]] if above else -1
 
 
-def _node_on_cycle(parent: list[int]) -> int:
-    reached = set(topological_order(parent))
+def _node_on_cycle(parent: list[int], reached: set[int]) -> int:
     node = next(i for i in range(len(parent)) if i not in reached)
     seen: set[int] = set()
     while node not in seen:  # every node off the reached part hangs below a cycle
