@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo
@@ -152,7 +152,7 @@ def _make_entry(model: nn.Module) -> Callable[..., GraphOutput]:
     """Build the function that Dynamo traces: bind the layout, run the model, project."""
     ids_name, extra = _forward_arguments(model)
     takes_positions = extra.pop("position_ids", False)
-    forward: Callable[..., Any] = model
+    forward = cast("Callable[..., Any]", model)
 
     def entry(
         input_ids: Tensor,
@@ -189,12 +189,16 @@ def _forward_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
         raise UnsupportedModelError(
             [Finding("forward takes no arguments", "take token ids as the first one")]
         )
+    accepted = set(parameters)
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        body = getattr(inner, "base_model", inner)
+        accepted |= set(inspect.signature(body.forward).parameters)
     extra: dict[str, Any] = {}
-    if "position_ids" in parameters:
+    if "position_ids" in accepted:
         extra["position_ids"] = True
-    if "use_cache" in parameters:
+    if "use_cache" in accepted:
         extra["use_cache"] = False
-    return ("input_ids" if "input_ids" in parameters else first), extra
+    return ("input_ids" if "input_ids" in accepted else first), extra
 
 
 def _split_output(output: Any) -> tuple[Tensor, list[Tensor]]:

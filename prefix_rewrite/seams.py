@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 ATTENTION_NAME = "prefix_rewrite"
 
-# Arguments that transformers hands to every attention function and that ask for nothing.
-_IGNORED_ATTENTION_ARGUMENTS = frozenset(
+# What transformers' models pass down to every layer and that asks nothing of a mixer.
+_PASSED_DOWN = frozenset(
     {"cache", "cache_position", "labels", "output_attentions", "output_hidden_states"}
-    | {"output_router_logits", "past_key_values", "position_ids", "return_dict", "use_cache"}
+    | {"output_router_logits", "past_key_values", "position_embeddings", "position_ids"}
+    | {"return_dict", "use_cache"}
 )
 _THREAD = threading.local()
 _ORIGINALS: dict[int, Callable[..., Any]] = {}
@@ -113,13 +114,13 @@ _leaf(
 )
 
 
-def _given(arguments: dict[str, Any], ignored: frozenset[str] = frozenset()) -> str:
-    """Name the arguments that ask for something: neither absent, nor False, nor ignored."""
+def _asked_for(arguments: dict[str, Any]) -> str:
+    """Name the arguments that ask something of the mixer: neither absent nor False."""
     return ",".join(
         sorted(
             name
             for name, value in arguments.items()
-            if name not in ignored and value is not None and value is not False
+            if name not in _PASSED_DOWN and value is not None and value is not False
         )
     )
 
@@ -151,7 +152,7 @@ def attention_seam(
         0 if sliding_window is None else sliding_window,
         0.0 if softcap is None else softcap,
         bool(causal),
-        _given(kwargs, _IGNORED_ATTENTION_ARGUMENTS),
+        _asked_for(kwargs),
     )
     return out, None
 
@@ -165,7 +166,7 @@ def _conv_seam(
     **kwargs: Any,
 ) -> Tensor:
     x = hidden_states if x is None else x
-    unknown = _given(kwargs, _IGNORED_ATTENTION_ARGUMENTS)
+    unknown = _asked_for(kwargs)
     return torch.ops.prefix_rewrite.leaf_conv(x, weight, bias, activation or "", unknown)
 
 
@@ -183,7 +184,7 @@ def _ssd_seam(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **kwargs: Any,
 ) -> Tensor:
-    unknown = _given(kwargs, _IGNORED_ATTENTION_ARGUMENTS)
+    unknown = _asked_for(kwargs)
     low, high = dt_limit
     return torch.ops.prefix_rewrite.leaf_ssd(
         x, dt, A, B, C, D, z, dt_bias, dt_softplus, float(low), float(high), unknown

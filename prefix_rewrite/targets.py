@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from prefix_rewrite import seams  # noqa: F401  (defines the leaf ops)
-from prefix_rewrite.ops.tree_attention.plan import plan_attention
-from prefix_rewrite.ops.tree_conv.plan import plan_conv
-from prefix_rewrite.ops.tree_ssd.plan import plan_ssd
+from prefix_rewrite.ops.tree_attention import plan_attention
+from prefix_rewrite.ops.tree_conv import plan_conv
+from prefix_rewrite.ops.tree_ssd import plan_ssd
 from prefix_rewrite.passes.nodes import same_size, shape_of
 from prefix_rewrite.plan import Planner
 
