@@ -18,7 +18,7 @@ checkpoint_op = torch.ops.higher_order.tag_activation_checkpoint
 
 def bind_layout(graph_module: GraphModule, context: PassContext) -> PassReport:
     """Take the plan's tensors from the `bind` call and thread them into sub-graphs."""
-    bind = find_leaf(graph_module, torch.ops.prefix_rewrite.bind)
+    bind = find_leaf(graph_module, torch.ops.prefix_rewrite.leaf_bind)
     input_ids, host_plan, device_plan = bind.args
     bind.replace_all_uses_with(input_ids)
     graph_module.graph.erase_node(bind)

@@ -9,8 +9,8 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from prefix_rewrite.errors import Finding
+from prefix_rewrite.mixers.base import Target
 from prefix_rewrite.passes.head import Head
-from prefix_rewrite.targets import Target
 
 
 @dataclass(frozen=True)

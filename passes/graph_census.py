@@ -18,7 +18,7 @@ leaf = torch.ops.prefix_rewrite
 
 def graph_census(graph_module: GraphModule, context: PassContext) -> PassReport:
     """Find the mixers, the token count, the vocabulary and the head; change nothing."""
-    bind = find_leaf(graph_module, leaf.bind)
+    bind = find_leaf(graph_module, leaf.leaf_bind)
     project = find_leaf(graph_module, leaf.leaf_project)
     vocab_size = int(shape_of(project.args[0])[-1])
     tokens = shape_of(bind.args[0])[1]

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_OWN_FILES = re.compile(r"(?:^|/)prefix_rewrite/(?:seams|capture)\.py$")
+_OWN_FILES = re.compile(r"(?:^|/)prefix_rewrite/(?:entry|seams|capture|mixers/\w+)\.py$")
 
 
 def walk(graph_module: GraphModule) -> Iterator[tuple[GraphModule, Node]]:

@@ -14,8 +14,7 @@ from prefix_rewrite.passes.honour_checkpoints import honour_checkpoints
 from prefix_rewrite.passes.nodes import copy_graph, walk
 from prefix_rewrite.passes.project_edges import project_edges
 from prefix_rewrite.passes.reject_unsupported import reject_unsupported
-from prefix_rewrite.passes.replace_attention import replace_attention
-from prefix_rewrite.passes.replace_mamba import replace_mamba
+from prefix_rewrite.passes.replace_mixers import replace_mixers
 from prefix_rewrite.passes.verify_rewrite import verify_rewrite
 
 Pass = Callable[[GraphModule, PassContext], PassReport]
@@ -24,8 +23,7 @@ PASSES: tuple[Pass, ...] = (
     graph_census,
     reject_unsupported,
     bind_layout,
-    replace_attention,
-    replace_mamba,
+    replace_mixers,
     project_edges,
     honour_checkpoints,
     verify_rewrite,

@@ -24,5 +24,4 @@ def verify_rewrite(graph_module: GraphModule, context: PassContext) -> PassRepor
 
 
 def _is_leaf(node: Node) -> bool:
-    name = str(node.target)
-    return name.startswith("prefix_rewrite.") and (".leaf_" in name or name.endswith(".bind"))
+    return "prefix_rewrite.leaf_" in str(node.target)

@@ -7,11 +7,10 @@ so parameters are always the live ones.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -19,15 +18,15 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx import GraphModule
 
+from prefix_rewrite.entry import GraphOutput, make_entry
 from prefix_rewrite.errors import Finding, PrefixRewriteError, UnsupportedModelError
 from prefix_rewrite.layout import Layout
+from prefix_rewrite.mixers.attention import ATTENTION_NAME, attention_seam
 from prefix_rewrite.model_checks import attention_configs, model_findings
 from prefix_rewrite.passes.context import Census, PassContext
 from prefix_rewrite.passes.pipeline import rewrite
 from prefix_rewrite.plan import Planner
-from prefix_rewrite.seams import ATTENTION_NAME, install_seams, tracing_for_us
-
-GraphOutput = tuple[Tensor, Tensor, Tensor]  # logprobs [E], entropy [E], logits [1,R,V]
+from prefix_rewrite.seams import install_seams, tracing_for_us
 
 
 class _NotPlanned(Exception):
@@ -53,7 +52,7 @@ class CapturedModel:
         install_seams(model)
         _register_attention(model)
         self._compiled = torch.compile(
-            _make_entry(model), backend=self._compile_graph, fullgraph=True, dynamic=True
+            make_entry(model), backend=self._compile_graph, fullgraph=True, dynamic=True
         )
 
     def capture(self) -> Census:
@@ -148,85 +147,10 @@ def _example_layout(device: torch.device) -> Layout:
     )
 
 
-def _make_entry(model: nn.Module) -> Callable[..., GraphOutput]:
-    """Build the function that Dynamo traces: bind the layout, run the model, project."""
-    ids_name, extra = _forward_arguments(model)
-    takes_positions = extra.pop("position_ids", False)
-    forward = cast("Callable[..., Any]", model)
-
-    def entry(
-        input_ids: Tensor,
-        position_ids: Tensor,
-        host_plan: Tensor,
-        device_plan: Tensor,
-        edge_source: Tensor,
-        edge_row: Tensor,
-        edge_target: Tensor,
-        temperature: Tensor,
-        entropy: bool,
-        logits_wanted: bool,
-    ) -> GraphOutput:
-        ids = torch.ops.prefix_rewrite.bind(input_ids, host_plan, device_plan)
-        arguments = {ids_name: ids, **extra}
-        if takes_positions:
-            arguments["position_ids"] = position_ids
-        logits, others = _split_output(forward(**arguments))
-        return torch.ops.prefix_rewrite.leaf_project(
-            logits, others, edge_source, edge_row, edge_target, temperature, entropy, logits_wanted
-        )
-
-    # Dynamo keeps its cache by code object; a copy gives each model a cache of its own.
-    entry.__code__ = entry.__code__.replace()
-    return entry
-
-
-def _forward_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
-    """Name the ids' parameter of a model's forward, and what else it must be told."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parameters = inspect.signature(inner.forward).parameters
-    first = next(iter(parameters), None)
-    if first is None:
-        raise UnsupportedModelError(
-            [Finding("forward takes no arguments", "take token ids as the first one")]
-        )
-    accepted = set(parameters)
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        body = getattr(inner, "base_model", inner)
-        accepted |= set(inspect.signature(body.forward).parameters)
-    extra: dict[str, Any] = {}
-    if "position_ids" in accepted:
-        extra["position_ids"] = True
-    if "use_cache" in accepted:
-        extra["use_cache"] = False
-    return ("input_ids" if "input_ids" in accepted else first), extra
-
-
-def _split_output(output: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return a model's logits, and every other tensor in its output."""
-    if isinstance(output, Tensor):
-        return output, []
-    if isinstance(output, (tuple, list)):
-        return output[0], _tensors(output[1:])
-    fields = {name: value for name, value in output.items() if name != "logits"}
-    return output.logits, _tensors(list(fields.values()))
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found.extend(_tensors(value))
-    return found
-
-
 def _register_attention(model: nn.Module) -> None:
     """Offer our seam to transformers' attention interface; as a mask the name is unknown."""
     if any(True for _ in attention_configs(model)):
         from transformers import AttentionInterface
-
-        from prefix_rewrite.seams import attention_seam
 
         AttentionInterface.register(ATTENTION_NAME, attention_seam)
 

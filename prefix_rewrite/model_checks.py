@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from prefix_rewrite.errors import Finding
-from prefix_rewrite.seams import ATTENTION_NAME
+from prefix_rewrite.mixers.attention import ATTENTION_NAME
 
 # Attention functions of transformers: plain softmax attention over what they are given.
 _KNOWN_ATTENTION = {"eager", "sdpa", "flex_attention"}

@@ -1,0 +1,100 @@
+"""What every mixer's file is made of: a leaf op, signatures, and a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from prefix_rewrite.plan import Planner
+
+Reason = tuple[str, str]  # what was met, what to do about it
+Call = dict[str, Any]  # a call's arguments by our names: nodes and constants
+
+# What transformers' models pass down to every layer and that asks nothing of a mixer.
+_PASSED_DOWN = frozenset(
+    {"cache", "cache_position", "labels", "output_attentions", "output_hidden_states"}
+    | {"output_router_logits", "past_key_values", "position_embeddings", "position_ids"}
+    | {"return_dict", "use_cache"}
+)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a call target's arguments are read.
+
+    Attributes:
+        names: our names of its arguments, in order.
+        defaults: values of those that may be left out, None where absent.
+        keywords: its own keyword names, where they differ from ours.
+    """
+
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    keywords: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, node: Node) -> Call:
+        given = dict(zip(self.names, node.args, strict=False))
+        given |= {self.keywords.get(name, name): value for name, value in node.kwargs.items()}
+        return {name: given.get(name, self.defaults.get(name)) for name in self.names}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of mixer.
+
+    Attributes:
+        kind: the mixer's name in reports.
+        signatures: how each of its call targets is read.
+        planner: what its tree op must know of a forest.
+        inspect: reasons why a call can't be run exactly on a forest, given the symbolic number
+            of tokens.
+        emit: writes the tree op's call into the graph, given the node replaced, its arguments and
+            the plan's placeholders; returns what stands for the node's result.
+        seams: functions to stand in, while a graph is captured, for those that modeling files
+            call by these names.
+    """
+
+    kind: str
+    signatures: Mapping[Callable[..., Any], Signature]
+    planner: Planner
+    inspect: Callable[[Call, Any], list[Reason]]
+    emit: Callable[[Graph, Node, Call, tuple[Node, Node]], Node]
+    seams: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+def define_leaf(name: str, schema: str, fake: Callable[..., Any]) -> Any:
+    """Define an op that exists in captured graphs only: it has a shape, but no kernel."""
+    qualified = f"prefix_rewrite::{name}"
+    torch.library.define(qualified, schema)
+    torch.library.register_fake(qualified, fake)
+    # Without an autograd rule Dynamo would see outputs that need no gradient.
+    torch.library.register_autograd(qualified, lambda ctx, *grads: None)
+    return getattr(torch.ops.prefix_rewrite, name)
+
+
+def leaf_signature(op: Any) -> Signature:
+    """Read a leaf op's call by its schema's own names."""
+    return Signature(tuple(argument.name for argument in op.default._schema.arguments))
+
+
+def asked_for(arguments: dict[str, Any]) -> str:
+    """Name the arguments that ask something of the mixer: neither absent nor False."""
+    return ",".join(
+        sorted(
+            name
+            for name, value in arguments.items()
+            if name not in _PASSED_DOWN and value is not None and value is not False
+        )
+    )
+
+
+def unknown_reasons(call: Call) -> list[Reason]:
+    """Refuse what a seam was asked for beyond the plain mixer."""
+    names = call.get("unknown")
+    if not names:
+        return []
+    return [(f"asks for {names}, which has no meaning defined on a forest", "leave it out")]
