@@ -22,7 +22,7 @@ from prefix_rewrite.entry import GraphOutput, make_entry
 from prefix_rewrite.errors import Finding, PrefixRewriteError, UnsupportedModelError
 from prefix_rewrite.layout import Layout
 from prefix_rewrite.mixers.attention import ATTENTION_NAME, attention_seam
-from prefix_rewrite.model_checks import attention_configs, model_findings
+from prefix_rewrite.model_checks import attention_configs, attention_findings, model_findings
 from prefix_rewrite.passes.context import Census, PassContext
 from prefix_rewrite.passes.pipeline import rewrite
 from prefix_rewrite.plan import Planner
@@ -50,7 +50,10 @@ class CapturedModel:
         self._planned: tuple[Planner, ...] | None = None
         self._lock = threading.RLock()
         install_seams(model)
-        _register_attention(model)
+        self._configs = list(attention_configs(model))
+        self._findings: list[Finding] = []
+        if self._configs:
+            _register_attention()
         self._compiled = torch.compile(
             make_entry(model), backend=self._compile_graph, fullgraph=True, dynamic=True
         )
@@ -61,6 +64,7 @@ class CapturedModel:
         Raises:
             UnsupportedModelError: it can't be run exactly on a forest, with every reason.
         """
+        self._findings = model_findings(self.model)
         device = next(self.model.parameters()).device
         self._run(_example_layout(device), None, torch.ones(1, device=device), False, False)
         assert self.census is not None, "a run must capture"
@@ -89,7 +93,14 @@ class CapturedModel:
         entropy: bool,
         logits: bool,
     ) -> GraphOutput | None:
-        with self._lock, _attention_through_seam(self.model), tracing_for_us(), _translated():
+        if planned is not None:
+            self._check_attention()
+        with (
+            self._lock,
+            _attention_through_seam(self._configs),
+            tracing_for_us(),
+            _translated(self._findings),
+        ):
             self._planned = planned
             try:
                 with torch._dynamo.config.patch(specialize_float=True):
@@ -108,8 +119,14 @@ class CapturedModel:
             except _NotPlanned:
                 return None
 
+    def _check_attention(self) -> None:
+        """The implementation may have been set again since the capture."""
+        findings = attention_findings(self._configs)
+        if findings:
+            raise UnsupportedModelError(findings)
+
     def _compile_graph(self, graph_module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        context = PassContext(str(self.backend), self.mtp, model_findings(self.model))
+        context = PassContext(str(self.backend), self.mtp, self._findings)
         rewritten = rewrite(graph_module, context)
         census = self.census = context.checked_census
         needed = tuple(dict.fromkeys(call.target.planner for call in census.mixers))
@@ -147,18 +164,16 @@ def _example_layout(device: torch.device) -> Layout:
     )
 
 
-def _register_attention(model: nn.Module) -> None:
+def _register_attention() -> None:
     """Offer our seam to transformers' attention interface; as a mask the name is unknown."""
-    if any(True for _ in attention_configs(model)):
-        from transformers import AttentionInterface
+    from transformers import AttentionInterface
 
-        AttentionInterface.register(ATTENTION_NAME, attention_seam)
+    AttentionInterface.register(ATTENTION_NAME, attention_seam)
 
 
 @contextmanager
-def _attention_through_seam(model: nn.Module) -> Iterator[None]:
+def _attention_through_seam(configs: list[Any]) -> Iterator[None]:
     """Name our seam as the attention implementation while Dynamo traces or checks guards."""
-    configs = list(attention_configs(model))
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = ATTENTION_NAME
@@ -170,8 +185,8 @@ def _attention_through_seam(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
-    """Turn Dynamo's errors into ours."""
+def _translated(findings: list[Finding]) -> Iterator[None]:
+    """Turn Dynamo's errors into ours; `findings` were known before it traced."""
     try:
         yield
     except BackendCompilerFailed as error:
@@ -180,7 +195,7 @@ def _translated() -> Iterator[None]:
             raise inner from None
         raise
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-        raise UnsupportedModelError([_capture_finding(error)]) from None
+        raise UnsupportedModelError(findings or [_capture_finding(error)]) from None
 
 
 def _capture_finding(error: Exception) -> Finding:

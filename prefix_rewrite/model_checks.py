@@ -8,13 +8,12 @@ depend on how long the sequence is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from prefix_rewrite.errors import Finding
-from prefix_rewrite.mixers.attention import ATTENTION_NAME
 
 # Attention functions of transformers: plain softmax attention over what they are given.
 _KNOWN_ATTENTION = {"eager", "sdpa", "flex_attention"}
@@ -24,19 +23,27 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 def model_findings(model: nn.Module) -> list[Finding]:
     """Look at every module; return the reasons against a rewrite, in module order."""
-    findings: list[Finding] = []
-    seen_configs: set[int] = set()
+    findings = attention_findings(attention_configs(model))
     for name, module in model.named_modules():
-        config = getattr(module, "config", None)
-        if config is not None and id(config) not in seen_configs:
-            seen_configs.add(id(config))
-            findings.extend(_attention_findings(name, config))
         findings.extend(_rope_findings(name, module))
         if getattr(module, "_use_kernels", False):
             findings.append(
                 Finding("uses hub kernels that replace whole layers", "load it without", name)
             )
     return findings
+
+
+def attention_findings(configs: Iterable[Any]) -> list[Finding]:
+    """Refuse attention functions that we don't know, before our seam stands in for them."""
+    names = dict.fromkeys(config._attn_implementation for config in configs)
+    return [
+        Finding(
+            f"attention implementation {name!r} is not one of transformers' own",
+            "call set_attn_implementation('sdpa')",
+        )
+        for name in names
+        if name is not None and (name not in _KNOWN_ATTENTION or _is_replaced(name))
+    ]
 
 
 def attention_configs(model: nn.Module) -> Iterator[Any]:
@@ -47,18 +54,6 @@ def attention_configs(model: nn.Module) -> Iterator[Any]:
         if hasattr(config, "_attn_implementation_internal") and id(config) not in seen:
             seen.add(id(config))
             yield config
-
-
-def _attention_findings(name: str, config: Any) -> Iterator[Finding]:
-    implementation = getattr(config, "_attn_implementation", None)
-    if implementation in (None, ATTENTION_NAME):
-        return
-    if implementation not in _KNOWN_ATTENTION or _is_replaced(implementation):
-        yield Finding(
-            f"attention implementation {implementation!r} is not one of transformers' own",
-            "set_attn_implementation('sdpa')",
-            name,
-        )
 
 
 def _is_replaced(implementation: str) -> bool:

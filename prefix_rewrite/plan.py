@@ -11,8 +11,8 @@ Layout of `host_plan`: the number of fields, then one header row a field
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -69,12 +69,14 @@ def pack_plan(
     return torch.from_numpy(host), torch.from_numpy(device_values).to(device)
 
 
-@dataclass(frozen=True)
 class PlanView:
     """Read named fields back out of a packed plan; fields are views, never copies."""
 
-    host_plan: torch.Tensor
-    device_plan: torch.Tensor
+    def __init__(self, host_plan: torch.Tensor, device_plan: torch.Tensor):
+        self._plans = (host_plan, device_plan)
+        count = int(host_plan[0])
+        header = host_plan[1 : 1 + HEADER * count].view(count, HEADER).tolist()
+        self._rows = {row[0]: row for row in header}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the field.
@@ -82,12 +84,9 @@ class PlanView:
         Raises:
             LayoutError: the plan was packed without it.
         """
-        count = int(self.host_plan[0])
-        for row in self.host_plan[1 : 1 + HEADER * count].view(count, HEADER).tolist():
-            if row[0] == _INDEX[name]:
-                _, on_device, offset, ndim, *dims = row
-                shape = dims[:ndim]
-                size = int(np.prod(shape))
-                flat = self.device_plan if on_device else self.host_plan
-                return flat[offset : offset + size].view(shape)
-        raise LayoutError(f"the plan must hold '{name}'; plan the forest for this model's ops")
+        row = self._rows.get(_INDEX[name])
+        if row is None:
+            raise LayoutError(f"the plan must hold '{name}'; plan the forest for this model's ops")
+        _, on_device, offset, ndim, *dims = row
+        shape = dims[:ndim]
+        return self._plans[on_device][offset : offset + math.prod(shape)].view(shape)
