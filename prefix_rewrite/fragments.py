@@ -15,10 +15,8 @@ import numpy as np
 
 from prefix_rewrite.errors import ForestError
 from prefix_rewrite.forest import PrefixForest, assemble_forest
-from prefix_rewrite.packing import least_tokens, pack_leaves, size
+from prefix_rewrite.packing import UNLIMITED, least_tokens, pack_leaves, size
 from prefix_rewrite.segments import IntArray
-
-UNLIMITED = 2**62  # sums of sizes stay within int64
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,9 @@ def split_forest(
     call_owner = owner[forest.call_segment]
     by_owner = np.argsort(call_owner, kind="stable")
     bounds = np.searchsorted(call_owner[by_owner], np.arange(len(members) + 1))
+    num_sampled = np.diff(forest.edges.call_offsets)
     fragments = [
-        _cut_out(forest, members[f], by_owner[bounds[f] : bounds[f + 1]])
+        _cut_out(forest, members[f], by_owner[bounds[f] : bounds[f + 1]], num_sampled)
         for f in range(len(members))
     ]
     assert sum(f.num_tokens for f in fragments) == packing.num_tokens, "a plan must cost its price"
@@ -114,11 +113,9 @@ def split_stats(forest: PrefixForest, fragments: Sequence[PrefixForest]) -> Spli
     )
 
 
-def least_repeated(forest: PrefixForest, max_tokens: int) -> float:
-    """Return a fraction of repeated tokens below which no plan within the budget exists."""
-    if not forest.num_tokens:
-        return 0.0
-    return least_tokens(forest.segments, max_tokens) / forest.num_tokens - 1
+def least_repeated(forest: PrefixForest, max_tokens: int) -> int:
+    """Return a number of repeated tokens that no plan within the budget can beat."""
+    return least_tokens(forest.segments, max_tokens) - forest.num_tokens
 
 
 def _check_paths(forest: PrefixForest, budget: IntArray) -> None:
@@ -155,10 +152,12 @@ def _fragment_segments(forest: PrefixForest, leaves: list[list[int]]) -> list[In
     return members
 
 
-def _cut_out(forest: PrefixForest, segments: IntArray, calls: IntArray) -> PrefixForest:
+def _cut_out(
+    forest: PrefixForest, segments: IntArray, calls: IntArray, num_sampled: IntArray
+) -> PrefixForest:
     """Return the fragment of these segments [S], ancestor-closed, that owns these calls [C]."""
     table, edges = forest.segments, forest.edges
-    counts = np.diff(edges.call_offsets)[calls]
+    counts = num_sampled[calls]
     first = edges.call_offsets[calls]
     offsets = np.cumsum(counts) - counts
     edge_ids = np.repeat(first - offsets, counts) + np.arange(counts.sum())

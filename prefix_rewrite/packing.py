@@ -19,11 +19,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prefix_rewrite.calls import BoolArray
 from prefix_rewrite.order import children_of
 from prefix_rewrite.segments import IntArray, SegmentTable
 
+UNLIMITED = 2**62  # sums of sizes stay within int64
 SHUFFLES = 64
-SHUFFLED_SEGMENTS = 2**19  # bounds the time spent on shuffles, whatever the forest
+SHUFFLED_SEGMENTS = 2**17  # bounds the time spent on shuffles, whatever the forest
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,9 @@ def _candidates(table: SegmentTable, budget: IntArray) -> Iterator[Packing]:
     children = children_of(table.parent.tolist())
     roots = np.flatnonzero(table.parent == -1).tolist()
     row = _leaf_row(table, roots, children)
-    yield first_fit(row, budget)
     yield pack_subtrees(table, budget)
     yield cut_row(row, budget)
+    yield first_fit(row, budget)
     shuffle = random.Random(0).shuffle
     for _ in range(min(SHUFFLES, SHUFFLED_SEGMENTS // table.num_segments)):
         for siblings in (roots, *children):
@@ -130,35 +132,39 @@ def _leaf_row(table: SegmentTable, roots: list[int], children: list[list[int]]) 
 
 def first_fit(row: LeafRow, budget: IntArray) -> Packing:
     """Put each leaf of the row into the first fragment that has room for what it adds."""
-    path, common = size(row.end), size(row.fork)
-    used = np.zeros((0, 2), dtype=np.int64)
-    shared = np.zeros((0, 2), dtype=np.int64)  # size of what the next leaf finds in a fragment
+    limited = budget < UNLIMITED
+    limit = budget[limited, None]
+    path, common = size(row.end).T[limited], size(row.fork).T[limited]
+    used = np.zeros((len(limit), 0), dtype=np.int64)
+    shared = used.copy()  # size of what the next leaf finds in each fragment
+    opened = np.zeros_like(limit)
     leaves: list[list[int]] = []
     for i, leaf in enumerate(row.leaf):
-        np.minimum(shared, common[i], out=shared)
-        fits = (used - shared + path[i] <= budget).all(axis=1)
-        f = int(fits.argmax()) if fits.any() else len(leaves)
-        if f == len(leaves):
+        np.minimum(shared, common[:, i, None], out=shared)
+        fits: BoolArray = np.all(used - shared <= limit - path[:, i, None], axis=0)
+        f = int(np.argmax(fits)) if leaves else 0
+        if not leaves or not fits[f]:
+            f = len(leaves)
             leaves.append([])
-            used = np.concatenate([used, np.zeros((1, 2), dtype=np.int64)])
-            shared = np.concatenate([shared, np.zeros((1, 2), dtype=np.int64)])
-        used[f] += path[i] - shared[f]
-        shared[f] = path[i]
+            used, shared = np.hstack([used, opened]), np.hstack([shared, opened])
+        used[:, f] += path[:, i] - shared[:, f]
+        shared[:, f] = path[:, i]
         leaves[f].append(leaf)
-    return Packing(leaves, int(used[:, 0].sum()))
+    return Packing(leaves, int(used[0].sum()))
 
 
 def cut_row(row: LeafRow, budget: IntArray) -> Packing:
-    """Cut the row into runs of leaves with the fewest tokens in all: optimal for this row.
+    """Cut the row into runs of leaves: the fewest tokens, then the fewest runs, of this row.
 
-    `best[j] = min_i best[i] + size(run i..j)` over the runs that fit; their first leaves are a
+    `best[j] = min_i best[i] + cost(run i..j)` over the runs that fit; their first leaves are a
     sliding window, so a monotone queue finds each minimum in constant time.
     """
     added = np.cumsum(size(row.end) - size(row.fork), axis=0)
     opened = size(row.end) - added  # run i..j has size opened[i] + added[j]
     fits_until = (budget - opened).tolist()
-    tokens, pairs = added[:, 0].tolist(), added[:, 1].tolist()
-    head = opened[:, 0].tolist()
+    tokens, pairs = added.T.tolist()
+    scale = len(row.leaf) + 1  # one token costs more than all runs together
+    head = (opened[:, 0] * scale + 1).tolist()
     best, first = [0], []
     queue: deque[tuple[int, int]] = deque()
     for j in range(len(row.leaf)):
@@ -168,14 +174,14 @@ def cut_row(row: LeafRow, budget: IntArray) -> Packing:
         queue.append((cost, j))
         while fits_until[queue[0][1]][0] < tokens[j] or fits_until[queue[0][1]][1] < pairs[j]:
             queue.popleft()
-        best.append(queue[0][0] + tokens[j])
+        best.append(queue[0][0] + tokens[j] * scale)
         first.append(queue[0][1])
     leaves, stop = [], len(row.leaf)
     while stop:
         start = first[stop - 1]
         leaves.append(row.leaf[start:stop])
         stop = start
-    return Packing(leaves[::-1], best[-1])
+    return Packing(leaves[::-1], best[-1] // scale)
 
 
 def pack_subtrees(table: SegmentTable, budget: IntArray) -> Packing:
@@ -212,8 +218,9 @@ def _merge(
         if not len(fits) or not fits[f]:
             f = len(leaves)
             left[f] = room
-            leaves.append([])
+            leaves.append(members)  # the longest list grows, so deep forests copy little
+        else:
+            leaves[f].extend(members)
         left[f] -= (tokens, pairs)
-        leaves[f].extend(members)
     used = (np.asarray(room) - left[: len(leaves)]).tolist()
     return [(t, p, members) for (t, p), members in zip(used, leaves, strict=True)]
