@@ -55,6 +55,7 @@ class ChunkTree:
     """The chunk tree of one forest, read from a packed plan.
 
     Attributes:
+        chunk_size: most tokens of a chunk.
         groups: [(first chunk, end chunk, Q, has parents, first state row or -1, ragged)].
         steps: [(first state row, end row, first parent row or -1)] in order of level; the parents
             of a step with -1 are not consecutive rows and are looked up.
@@ -64,6 +65,7 @@ class ChunkTree:
         token_end: [T] subtree end of each token.
     """
 
+    chunk_size: int
     groups: list[list[int]]
     steps: list[list[int]]
     num_states: int
@@ -199,6 +201,7 @@ class ChunkPlanner:
         start, length, parent = view[self._chunks]
         state_parent = view[self._state_parent]
         return ChunkTree(
+            chunk_size=self.chunk_size,
             groups=view[self._groups].tolist(),
             steps=view[self._steps].tolist(),
             num_states=len(state_parent),

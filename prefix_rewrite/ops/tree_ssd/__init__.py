@@ -13,12 +13,8 @@ import torch.nn.functional as F
 
 from prefix_rewrite.errors import LayoutError
 from prefix_rewrite.ops.chunk_tree import ChunkPlanner
-from prefix_rewrite.ops.tree_ssd.chunked import (
-    SsdInputs,
-    compute_dtype,
-    scan_backward,
-    scan_forward,
-)
+from prefix_rewrite.ops.tree_ssd.block import SsdInputs, compute_dtype
+from prefix_rewrite.ops.tree_ssd.chunked import scan_backward, scan_forward
 from prefix_rewrite.segments import IntArray, SegmentTable
 
 __all__ = ["plan_ssd", "tree_ssd"]
@@ -125,7 +121,10 @@ def _scan_backward(
         grads = scan_backward(
             grad, SsdInputs(x, dt, A, B, C, D), _PLANNER.read(host_plan, device_plan)
         )
-    return [g for g in grads if g is not None]
+    given = (x, dt, A, B, C, D)
+    return [
+        g.to(t.dtype) for g, t in zip(grads, given, strict=True) if g is not None and t is not None
+    ]
 
 
 @_scan_backward.register_fake

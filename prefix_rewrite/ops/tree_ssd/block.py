@@ -1,0 +1,174 @@
+"""One block of chunks of the tree scan: its inputs gathered, and its decays.
+
+Shapes: as in `chunked`. T tokens, H = G*R heads, P head width, N state width, I state rows;
+n chunks of the block, Q their padded size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from prefix_rewrite.ops.chunk_tree import ChunkBlock, ChunkTree
+
+# Most elements of a block's [n, H, Q, Q] weights; on CPU they stay in the cache.
+MAX_WEIGHTS = {"cpu": 1 << 18}
+MAX_WEIGHTS_ELSEWHERE = 1 << 26
+
+# Below it exp2 is exactly 0: a token that forgets all before it must not blur the sums.
+LEAST_EXPONENT = {torch.float32: -150.0, torch.float64: -1080.0}
+
+
+@dataclass(frozen=True)
+class SsdInputs:
+    """The scan's inputs: x [T,H,P], dt [T,H], A [H], B and C [T,G,N], D [H], [H,P] or None."""
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    D: torch.Tensor | None
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The type of compute, of states and of the output."""
+        return compute_dtype(self.x, self.dt, self.A, self.B, self.C, self.D)
+
+    @cached_property
+    def D_rows(self) -> torch.Tensor:
+        """D as [H, 1] or [H, P], in the type of compute."""
+        assert self.D is not None, "D_rows needs a D"
+        D = self.D.to(self.dtype)
+        return D[:, None] if D.dim() == 1 else D
+
+    def blocks(self, tree: ChunkTree) -> Iterator[Block]:
+        most = MAX_WEIGHTS.get(self.x.device.type, MAX_WEIGHTS_ELSEWHERE)
+        for chunks in tree.blocks(most // (tree.chunk_size * self.x.shape[1])):
+            yield Block(self, chunks)
+
+    def new_states(self, tree: ChunkTree) -> torch.Tensor:
+        """Uninitialised [I, G, R, N, P]."""
+        G, N = self.B.shape[1:]
+        H, P = self.x.shape[1:]
+        return self.x.new_empty(tree.num_states, G, H // G, N, P, dtype=self.dtype)
+
+    def new_rows(self, *shape: int) -> torch.Tensor:
+        """Uninitialised [T + 1, ..]: padding is written to the last row, for no one to read."""
+        return self.x.new_empty(self.x.shape[0] + 1, *shape, dtype=self.dtype)
+
+
+def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
+    """fp32, or fp64 if any of the tensors is."""
+    is_double = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if is_double else torch.float32
+
+
+class Block:
+    """A block's view of the inputs: [n, Q, ..] by token, [n, G, R, Q, ..] by head."""
+
+    def __init__(self, inputs: SsdInputs, chunks: ChunkBlock):
+        self.inputs, self.chunks = inputs, chunks
+        self.n, self.Q = chunks.tokens.shape
+        self.G = inputs.B.shape[1]
+        self.tokens = self.targets = chunks.tokens.flatten()
+        if chunks.ragged:
+            self.targets = chunks.tokens.where(chunks.valid, len(inputs.x)).flatten()
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """[T, ..] to [n, Q, ..] in the type of compute."""
+        picked = rows.index_select(0, self.tokens).to(self.inputs.dtype)
+        return picked.view(self.n, self.Q, *rows.shape[1:])
+
+    def gather_grad(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same, 0 at padding."""
+        picked = self.gather(rows)
+        if self.chunks.ragged:
+            picked.masked_fill_(~self.chunks.valid[..., None, None], 0)
+        return picked
+
+    def scatter(self, out: torch.Tensor, values: torch.Tensor) -> None:
+        """Write [n, Q, ..] to the block's rows of [T + 1, ..]."""
+        out.index_copy_(0, self.targets, values.reshape(-1, *out.shape[1:]))
+
+    def by_head(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, Q, H, ..] to [n, G, R, Q, ..]."""
+        return values.transpose(1, 2).contiguous().unflatten(1, (self.G, -1))
+
+    def by_token(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, G, R, Q, ..] to [n, Q, H, ..], a view."""
+        return values.flatten(1, 2).transpose(1, 2)
+
+    def groups(self, rows: torch.Tensor) -> torch.Tensor:
+        """[T, G, N] to [n, G, 1, Q, N]."""
+        return self.by_head(self.gather(rows))
+
+    def inflow(self, x: torch.Tensor) -> torch.Tensor:
+        """u = dt x, from [n, Q, H, P] to [n, G, R, Q, P]."""
+        n, Q, H, P = x.shape
+        u = x.new_empty(n, H, Q, P)
+        torch.mul(x.transpose(1, 2), self.dt.transpose(1, 2)[..., None], out=u)
+        return u.unflatten(1, (self.G, -1))
+
+    @cached_property
+    def dt(self) -> torch.Tensor:
+        """[n, Q, H], 0 at padding: decay 1 and no inflow."""
+        return self.gather(self.inputs.dt) * self.chunks.valid[..., None]
+
+    @cached_property
+    def visible(self) -> torch.Tensor:
+        """[n, Q, Q] 1 where the key is the query or its ancestor, else 0."""
+        return self.chunks.visible.to(self.inputs.dtype)
+
+    @cached_property
+    def exponent(self) -> torch.Tensor:
+        """[n, G, R, Q] base-2 logarithm of the decay from the chunk's entry through each token."""
+        # NOTE [Base 2]: exp2 is equally fast for all values; exp takes 5 to 30 times longer where
+        # the exponent is -inf, as in half of each weight matrix, or the result subnormal.
+        a = self.dt * (self.inputs.A.to(self.inputs.dtype) * math.log2(math.e))
+        a.clamp_(min=LEAST_EXPONENT[a.dtype])
+        return self.by_head(torch.bmm(self.visible, a))
+
+    @cached_property
+    def last_exponent(self) -> torch.Tensor:
+        """[n, G, R, 1] the same, through the whole chunk."""
+        last = self.chunks.last[:, None, None, None].expand(*self.exponent.shape[:3], 1)
+        return self.exponent.gather(3, last)
+
+    @cached_property
+    def decay_in(self) -> torch.Tensor:
+        """[n, G, R, Q, 1] decay from the chunk's entry through each token."""
+        return self.exponent.exp2()[..., None]
+
+    @cached_property
+    def decay_out(self) -> torch.Tensor:
+        """[n, G, R, Q, 1] decay from after each token to the chunk's end."""
+        return (self.last_exponent - self.exponent).clamp_(max=0).exp2_()[..., None]
+
+    @cached_property
+    def decay_through(self) -> torch.Tensor:
+        """[n, G, R, 1, 1] decay through the whole chunk."""
+        return self.last_exponent.exp2()[..., None]
+
+    def decays(self) -> torch.Tensor:
+        """[n, G, R, Q, Q] decay from after the key to the query, 0 where it is not visible."""
+        exponents = self.exponent[..., :, None] - self.exponent[..., None, :]
+        bound = torch.zeros_like(self.visible).masked_fill_(~self.chunks.visible, -torch.inf)
+        return torch.minimum(exponents, bound[:, None, None], out=exponents).exp2_()
+
+    def entering(self, states: torch.Tensor) -> torch.Tensor:
+        """[n, G, R, N, P] the states that enter the chunks."""
+        assert self.chunks.parents is not None, "no state enters a block of roots"
+        return states.index_select(0, self.chunks.parents)
+
+    def sum_over_descendants(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, G, R, Q]: for each token, over the chunk's tokens that see it."""
+        return (values.flatten(1, 2) @ self.visible).view_as(values)
+
+    def sum_over_ancestors(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, G, R, Q]: for each token, over the chunk's tokens before it on its path."""
+        return (values.flatten(1, 2) @ self.visible.tril(-1).mT).view_as(values)
