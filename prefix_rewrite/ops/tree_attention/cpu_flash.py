@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefix_rewrite.ops.tree_attention.plan import ANCESTOR, CAUSAL, Block
+from prefix_rewrite.ops.tree_attention.plan import ANCESTOR, Block
 
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -32,17 +32,18 @@ def forward(
             _rows(k_KTP, block.k0, block.k1, block.num_squares),
             _rows(v_KTP, block.k0, block.k1, block.num_squares),
             0.0,
-            block.kind == CAUSAL,
+            block.on_diagonal,
             attn_mask=_mask(block, end_T, q_NTD.dtype),
             scale=scale,
         )
-        here = slice(block.q0, block.q1)
         out, lse = _tokens(out), _tokens(lse)
+        out_so_far, lse_so_far = out_TNP[block.q0 : block.q1], lse_TN[block.q0 : block.q1]
         if block.on_diagonal:
-            out_TNP[here], lse_TN[here] = out, lse
+            out_so_far.copy_(out)
+            lse_so_far.copy_(lse)
         else:
-            out_TNP[here].lerp_(out, torch.sigmoid(lse - lse_TN[here]).unsqueeze(-1))
-            torch.logaddexp(lse_TN[here], lse, out=lse_TN[here])
+            out_so_far.lerp_(out, torch.sigmoid(lse - lse_so_far).unsqueeze(-1))
+            torch.logaddexp(lse_so_far, lse, out=lse_so_far)
     return out_TNP[..., : v_KTV.shape[-1]].contiguous(), lse_TN
 
 
@@ -78,15 +79,16 @@ def backward(
             _rows(out_NTP, *q_side),
             _rows(lse_NT1, *q_side).squeeze(-1),
             0.0,
-            block.kind == CAUSAL,
+            block.on_diagonal,
             attn_mask=_mask(block, end_T, q_NTD.dtype),
             scale=scale,
         )
         for grad, share, side in zip(grads, shares, (q_side, k_side, k_side), strict=True):
+            here = grad[side[0] : side[1]]
             if block.on_diagonal:
-                grad[side[0] : side[1]] = _tokens(share)
+                here.copy_(_tokens(share))
             else:
-                grad[side[0] : side[1]] += _tokens(share)
+                here.add_(_tokens(share))
     grad_q, grad_k, grad_v = grads
     dim, value_dim = q_NTD.shape[-1], v_KTV.shape[-1]
     return grad_q[..., :dim], grad_k[..., :dim], grad_v[..., :value_dim]
@@ -105,7 +107,8 @@ def _padded(*tensors: Tensor) -> list[Tensor]:
 
 def _rows(x_NTD: Tensor, first: int, end: int, count: int) -> Tensor:
     """View tokens [first, end) as `count` batch rows: [count, N, (end - first) / count, D]."""
-    return x_NTD[:, first:end].unflatten(1, (count, -1)).transpose(0, 1)
+    rows = x_NTD[:, first:end]
+    return rows.unsqueeze(0) if count == 1 else rows.unflatten(1, (count, -1)).transpose(0, 1)
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -114,11 +117,9 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _mask(block: Block, end_T: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the additive mask of an ANCESTOR square, None for the other kinds."""
+    """Return what `is_causal` leaves to mask in an ANCESTOR square: keys of ended subtrees."""
     if block.kind != ANCESTOR:
         return None
     query = torch.arange(block.q0, block.q1).unsqueeze(1)
-    visible = torch.ones(len(query), len(query), dtype=torch.bool).tril_()
-    visible &= query < end_T[block.k0 : block.k1]
-    mask = torch.zeros(visible.shape, dtype=dtype)
-    return mask.masked_fill_(~visible, -torch.inf)
+    ended = query >= end_T[block.k0 : block.k1]
+    return torch.zeros(ended.shape, dtype=dtype).masked_fill_(ended, -torch.inf)

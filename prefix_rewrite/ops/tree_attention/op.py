@@ -41,7 +41,7 @@ def tree_attention_op(
     q: Tensor, k: Tensor, v: Tensor, host_plan: Tensor, device_plan: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output [1, T, N, V] in v's dtype and the fp32 or fp64 log-sum-exp [T, N]."""
-    _check_shapes(q, k, v)
+    _check(q, k, v, scale)
     dtype = _compute_dtype(q, k, v)
     blocks, end_T = _read_plan(host_plan, device_plan, q.shape[2])
     executor = _EXECUTORS[attention_backend(q.device, dtype, q.shape[-1], v.shape[-1])]
@@ -138,7 +138,9 @@ def _read_plan(
     return [Block(*row) for row in plan[BLOCKS].tolist()], end_T
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    if not scale > 0:  # the kernels scale masked scores, which are -inf
+        raise LayoutError(f"attention's scale must be positive, got {scale}; negate the queries")
     fits = (
         q.ndim == k.ndim == v.ndim == 4
         and q.shape[0] == k.shape[0] == v.shape[0] == 1

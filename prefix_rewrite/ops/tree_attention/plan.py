@@ -5,7 +5,6 @@ Shapes: S segments, T tokens, B blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +17,12 @@ BLOCKS = register_field("attention_blocks", "host")
 SUBTREE_END = register_field("attention_subtree_end", "device")
 
 CAUSAL, FULL, ANCESTOR = 0, 1, 2
-TILE_SIZES = (0, 32, 64, 128, 256)
+TILE_SIZES = (0, 16, 32, 64, 128, 256)
 
-# Cost of a block, in (query, key) pairs at N * D = 1024, forward and backward, one thread.
+# Costs in (query, key) pairs, forward and backward, of the CPU kernel at N * D of about 1024.
 CALL_PAIRS = 700
 MASKED_PAIR = 1.15
+KEY_STEP = 512  # a causal square is computed in whole steps of as many keys
 
 
 class Block(NamedTuple):
@@ -48,18 +48,17 @@ class Block(NamedTuple):
 def plan_attention(segments: SegmentTable) -> dict[str, IntArray]:
     """Cover every visible pair once by blocks, with the cheapest tile size.
 
-    Follows the first child from every segment: such a path is contiguous, so it takes one causal
-    square, and each of its branching points one rectangle: all the later children's subtrees
-    against the path so far. With the heaviest child first in depth-first order this is a
-    heavy-path decomposition (Sleator and Tarjan 1983): a token's ancestors are at most
-    log2(T) + 1 intervals. Neighbouring small subtrees share one ancestor-masked square.
+    A run of first children is contiguous, so it takes one causal square, and each of its branching
+    points one rectangle: the later children's subtrees against the run so far. With the heaviest
+    child first this is a heavy-path decomposition (Sleator and Tarjan 1983): the ancestors of a
+    token are at most log2(T) + 1 intervals. Subtrees of at most a tile's tokens are one
+    ancestor-masked square each, or one for several siblings.
 
     Returns:
         `attention_blocks` [B, 6], the fields of `Block`, diagonal blocks first: they hold every
         token exactly once. `attention_subtree_end` [T].
     """
-    paths = _Paths.of(segments)
-    schedules = [_schedule(paths, tile) for tile in TILE_SIZES]
+    schedules = [schedule(segments, tile) for tile in TILE_SIZES]
     return {
         BLOCKS: min(schedules, key=schedule_cost),
         SUBTREE_END: segments.token_subtree_end,
@@ -67,76 +66,63 @@ def plan_attention(segments: SegmentTable) -> dict[str, IntArray]:
 
 
 def schedule_cost(blocks_B6: IntArray) -> float:
-    """Return the cost of a schedule, in pairs; what a kernel computes, not what is visible."""
-    kind, q0, q1, k0, k1, count = blocks_B6.T
-    area = (q1 - q0) * (k1 - k0) / count
-    return float((CALL_PAIRS + area * np.where(kind == ANCESTOR, MASKED_PAIR, 1.0)).sum())
+    """Return the cost of a schedule in pairs: what the kernel computes, not what is visible."""
+    kind, q0, q1, k0, k1, num_squares = blocks_B6.T
+    num_keys = (k1 - k0) // num_squares
+    causal_keys = (num_keys + np.minimum(num_keys, KEY_STEP)) / 2
+    keys_a_query = np.select(
+        [kind == CAUSAL, kind == ANCESTOR], [causal_keys, MASKED_PAIR * num_keys], num_keys
+    )
+    return float(len(blocks_B6) * CALL_PAIRS + ((q1 - q0) * keys_a_query).sum())
 
 
-@dataclass(frozen=True)
-class _Paths:
-    """Chain-merged segments ("runs"), and the first-child paths that they form.
-
-    Attributes:
-        parent, start, end, subtree_end: [S] of each run; `end` is one past its own last token.
-        head: [S] first run of the run's path.
-    """
-
-    parent: IntArray
-    start: IntArray
-    end: IntArray
-    subtree_end: IntArray
-    head: IntArray
-
-    @classmethod
-    def of(cls, segments: SegmentTable) -> _Paths:
-        parent, index = segments.parent, np.arange(segments.num_segments)
-        num_children = np.bincount(parent + 1, minlength=len(parent) + 1)[1:]
-        only_child = (parent == index - 1) & (parent >= 0)
-        only_child[1:] &= num_children[:-1] == 1
-        first = np.flatnonzero(~only_child)
-        run_of = np.cumsum(~only_child) - 1
-        run_parent = np.where(parent[first] >= 0, run_of[parent[first]], -1)
-        start = segments.start[first]
-        run_index = np.arange(len(first))
-        is_head = (run_parent != run_index - 1) | (run_parent < 0)
-        return cls(
-            parent=run_parent,
-            start=start,
-            end=np.append(start[1:], segments.num_tokens)[: len(first)],
-            subtree_end=segments.subtree_end[first],
-            head=np.flatnonzero(is_head)[np.cumsum(is_head) - 1] if len(first) else run_index,
-        )
-
-
-def _schedule(paths: _Paths, tile: int) -> IntArray:
-    """Return the [B, 6] blocks, neighbouring subtrees of up to `tile` tokens merged."""
-    heads, start, parent = np.unique(paths.head), paths.start, paths.parent
-    small = paths.subtree_end - start <= tile
-    in_small = small[paths.head]
-    hangs_in_small = np.where(parent[heads] >= 0, in_small[parent[heads]], False)
-    tiles = _tiles(paths, heads[small[heads] & ~hangs_in_small], tile)
-
-    path_end = paths.end[np.append(heads[1:], len(start)) - 1]
-    squares = np.stack([np.full_like(heads, CAUSAL), start[heads], path_end], 1)
-    squares = np.concatenate([tiles, squares[~small[heads]]])
+def schedule(segments: SegmentTable, tile: int) -> IntArray:
+    """Return the [B, 6] blocks, with subtrees of up to `tile` tokens masked, not cut up."""
+    tiles, tiled = _tiles(segments, tile)
+    squares = np.concatenate([tiles, _run_squares(segments, tiled)])
     squares = squares[np.argsort(squares[:, 1], kind="stable")]
-    return np.concatenate([_batch_equal(squares), _rectangles(paths, ~in_small)])
+    return np.concatenate([_batch_equal(squares), _rectangles(segments, tiled)])
 
 
-def _tiles(paths: _Paths, roots: IntArray, tile: int) -> IntArray:
-    """Pack the subtrees of runs `roots`, siblings side by side, in (kind, first, end) squares."""
+def _tiles(segments: SegmentTable, tile: int) -> tuple[IntArray, NDArray[np.bool_]]:
+    """Return the (kind, first, end) squares of the small subtrees, and [S] what is in them.
+
+    The tail of a run stays in its run where nothing branches off it: it is causal there.
+    """
+    start, subtree_end = segments.start, segments.subtree_end
+    is_head = segments.run_head == np.arange(segments.num_segments)
+    next_head = np.append(start[is_head][1:], segments.num_tokens)
+    is_chain = subtree_end == next_head[np.cumsum(is_head) - 1]
+    small = (subtree_end - start <= tile) & (is_head | ~is_chain)
+    # Subtrees are nested or disjoint: in a small one is what the furthest so far reaches past.
+    reach = np.maximum.accumulate(np.where(small, subtree_end, 0))
+    roots = small & (start >= np.append(0, reach[:-1]))
+    return _pack_siblings(segments, np.flatnonzero(roots), is_chain), start < reach
+
+
+def _pack_siblings(
+    segments: SegmentTable, roots: IntArray, is_chain: NDArray[np.bool_]
+) -> IntArray:
+    """Give each root's subtree a (kind, first, end) square, siblings one where that is cheaper."""
     squares: list[tuple[int, int, int]] = []
     packed_parent = -2
-    is_chain = paths.subtree_end == paths.end
-    fields = (paths.parent, paths.start, paths.subtree_end, is_chain)
+    fields = (segments.parent, segments.start, segments.subtree_end, is_chain)
     for parent, a, b, chain in zip(*(field[roots].tolist() for field in fields), strict=True):
-        if parent == packed_parent and squares[-1][2] == a and b - squares[-1][1] <= tile:
-            squares[-1] = (ANCESTOR, squares[-1][1], b)
+        first, end = squares[-1][1:] if parent == packed_parent else (a, -1)
+        if end == a and 2 * (a - first) * (b - a) < CALL_PAIRS:
+            squares[-1] = (ANCESTOR, first, b)
         else:
             squares.append((CAUSAL if chain else ANCESTOR, a, b))
         packed_parent = parent
     return np.array(squares, dtype=np.int64).reshape(-1, 3)
+
+
+def _run_squares(segments: SegmentTable, tiled: NDArray[np.bool_]) -> IntArray:
+    """Return the (kind, first, end) square of each run, as far as it is not `tiled`."""
+    head, untiled = segments.run_head, np.flatnonzero(~tiled)
+    last = untiled[np.append(np.diff(head[untiled]) != 0, True)[: len(untiled)]]
+    first, end = segments.start[head[last]], segments.start[last] + segments.length[last]
+    return np.stack([np.full_like(last, CAUSAL), first, end], 1)
 
 
 def _batch_equal(squares: IntArray) -> IntArray:
@@ -146,16 +132,24 @@ def _batch_equal(squares: IntArray) -> IntArray:
     equal = (a[1:] == b[:-1]) & (b[1:] - a[1:] == b[:-1] - a[:-1])
     joins[1:] = equal & (kind[1:] == CAUSAL) & (kind[:-1] == CAUSAL)
     first = np.flatnonzero(~joins)
-    count = np.diff(np.append(first, len(squares)))
-    a, b = a[first], b[first + count - 1]
-    return np.stack([kind[first], a, b, a, b, count], 1)
+    num_squares = np.diff(np.append(first, len(squares)))
+    a, b = a[first], b[first + num_squares - 1]
+    return np.stack([kind[first], a, b, a, b, num_squares], 1)
 
 
-def _rectangles(paths: _Paths, wanted: NDArray[np.bool_]) -> IntArray:
-    """Return the [B, 6] rectangles of the branching runs among those `wanted`."""
-    has_child = np.append(paths.parent[1:] == np.arange(len(paths.parent) - 1), False)
-    run = np.flatnonzero(has_child & wanted)
-    q0, q1 = paths.subtree_end[run + 1], paths.subtree_end[run]
-    k0, k1 = paths.start[paths.head[run]], paths.end[run]
-    full, one = np.full_like(run, FULL), np.ones_like(run)
-    return np.stack([full, q0, q1, k0, k1, one], 1)
+def _rectangles(segments: SegmentTable, tiled: NDArray[np.bool_]) -> IntArray:
+    """Return the [B, 6] rectangles of the segments where subtrees leave their run."""
+    start, end, subtree_end = (
+        segments.start,
+        segments.start + segments.length,
+        segments.subtree_end,
+    )
+    first_child = np.flatnonzero(segments.parent[1:] == np.arange(len(start) - 1)) + 1
+    first_child = first_child[~tiled[first_child - 1]]
+    parent = first_child - 1
+    q0 = np.where(tiled[first_child], end[parent], subtree_end[first_child])
+    leaves = q0 < subtree_end[parent]
+    parent, q0 = parent[leaves], q0[leaves]
+    k0 = start[segments.run_head[parent]]
+    full, one = np.full_like(parent, FULL), np.ones_like(parent)
+    return np.stack([full, q0, subtree_end[parent], k0, end[parent], one], 1)

@@ -1,6 +1,7 @@
 """Reference tree attention: one softmax per token over the keys that it sees.
 
-Shapes: T tokens, N query heads, K key heads, G = N / K, D head dim, V value dim.
+Shapes: T tokens, N query heads, K key heads, G = N / K, D head dim, V value dim,
+S keys that a token sees.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def tree_attention_reference(
         while s >= 0:
             path.append(s)
             s = parent_token[s]
-        scores_NS = torch.einsum("nd,nsd->ns", q_1NTD[0, :, t], k_NTD[:, path]) * scale
-        rows.append(torch.einsum("ns,nsv->nv", scores_NS.softmax(-1), v_NTV[:, path]))
+        keys = torch.tensor(path, device=q_1NTD.device)
+        k_NSD, v_NSV = k_NTD.index_select(1, keys), v_NTV.index_select(1, keys)
+        scores_NS = torch.einsum("nd,nsd->ns", q_1NTD[0, :, t], k_NSD) * scale
+        rows.append(torch.einsum("ns,nsv->nv", scores_NS.softmax(-1), v_NSV))
     return torch.stack(rows)[None]
