@@ -124,13 +124,13 @@ def _check_paths(forest: PrefixForest, budget: IntArray) -> None:
     for axis, (name, unit) in enumerate(
         [("max_tokens", "tokens"), ("max_attended_pairs", "attended pairs")]
     ):
-        over = np.flatnonzero(paths[:, axis] > budget[axis])
-        if len(over):
-            worst = int(over[paths[over, axis].argmax()])
+        if (paths[:, axis] > budget[axis]).any():
+            worst = int(paths[:, axis].argmax())
             got, limit = int(paths[worst, axis]), int(budget[axis])
+            call = int(np.flatnonzero(forest.call_segment == worst)[0])  # a leaf ends a call
             raise ForestError(
-                f"{name} must hold the longest path, got {name}={limit}, but the path that ends "
-                f"with node {forest.nodes[worst]!r} has {got} {unit}, {got - limit} more; "
+                f"{name} must hold the longest path, got {name}={limit}, but call {call} "
+                f"(node {forest.nodes[worst]!r}) has {got} {unit}, {got - limit} more; "
                 f"raise {name} to {got} or shorten that call"
             )
 
