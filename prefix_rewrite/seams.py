@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from prefix_rewrite.mixers.base import define_leaf
-from prefix_rewrite.mixers.ssd import no_fused_kernel
 from prefix_rewrite.targets import TARGETS
 
 _THREAD = threading.local()
@@ -65,11 +64,9 @@ def _seams() -> dict[str, Callable[..., Any]]:
     """By the names under which modeling files call their mixers."""
     unknown = (
         "chunk_kimi_delta_attention",
-        "mamba_selective_scan",
         "torch_chunk_gated_delta_rule",
     )
     seams = {name: _unknown_mixer(name) for name in unknown}
-    seams["mamba_inner_fn"] = no_fused_kernel
     for target in TARGETS:
         seams.update(target.seams)
     return seams

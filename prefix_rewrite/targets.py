@@ -7,9 +7,10 @@ from torch.fx import Node
 from prefix_rewrite.mixers.attention import ATTENTION
 from prefix_rewrite.mixers.base import Signature, Target
 from prefix_rewrite.mixers.conv import CONV
+from prefix_rewrite.mixers.selective_scan import SELECTIVE_SCAN
 from prefix_rewrite.mixers.ssd import SSD
 
-TARGETS: tuple[Target, ...] = (ATTENTION, CONV, SSD)
+TARGETS: tuple[Target, ...] = (ATTENTION, CONV, SSD, SELECTIVE_SCAN)
 
 
 def find_target(node: Node) -> tuple[Target, Signature] | None:

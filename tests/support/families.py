@@ -50,6 +50,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "layers_block_type": [LINEAR, "hybrid", "hybrid", LINEAR, "hybrid"], "num_mem_blocks": 2,
         "adapter_rank": 4, "use_shared_attention_adapter": True, "use_mem_rope": True,
         "mamba_d_state": 16, "n_mamba_heads": 8, "mamba_ngroups": 2, "chunk_size": 8}),
+    "mamba": ("mamba", {"num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4}),
+    "falcon_mamba": ("falcon_mamba", {"num_hidden_layers": 2, "state_size": 8,
+                                      "time_step_rank": 4}),
+    "jamba": ("jamba", {**ATTENTION, "intermediate_size": 48, "num_hidden_layers": 3,
+                        "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1,
+                        "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}),
+    "zamba": ("zamba", {
+        **ATTENTION, "num_key_value_heads": 4, "intermediate_size": 48, "num_hidden_layers": 4,
+        "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+        "layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid"]}),
 }  # fmt: skip
 
 FAMILIES = (*CONFIGS, "handwritten")
