@@ -118,7 +118,7 @@ def random_forest(seed: int, num_calls: int, length: int = 12) -> PrefixForest:
     return PrefixForest.from_calls(calls)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.integers(0, 10**6), st.integers(1, 14), st.floats(0, 1))
 def test_fragments_fit_and_own_every_edge_once(seed, num_calls, slack):
     forest = random_forest(seed, num_calls)
@@ -139,7 +139,7 @@ def test_fragments_fit_and_own_every_edge_once(seed, num_calls, slack):
 @pytest.mark.parametrize("stretch", [1.0, 1.2, 1.5])
 def test_small_forests_are_split_as_well_as_by_exhaustive_search(stretch):
     compared = 0
-    for seed in range(120):
+    for seed in range(80):
         forest = random_forest(seed, 8, length=20)
         paths = leaf_paths(forest)
         if not 3 <= len(paths) <= 7:
@@ -149,7 +149,7 @@ def test_small_forests_are_split_as_well_as_by_exhaustive_search(stretch):
         assert forest.num_tokens + least_repeated(forest, budget) <= best
         assert sum(f.num_tokens for f in forest.split(budget)) == best
         compared += 1
-    assert compared > 50
+    assert compared > 30
 
 
 def test_everything_that_fits_is_one_fragment():
@@ -221,7 +221,7 @@ def test_a_group_that_fits_stays_together():
 
 @pytest.mark.parametrize("shape", ["chain", "star", "comb"])
 def test_deep_and_wide_forests_split_without_recursion(shape):
-    count = 20_000
+    count = 6_000
     graph = nx.DiGraph()
     for i in range(count):
         graph.add_node(i, token_ids=[i], sampled=[i > 0])

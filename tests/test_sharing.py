@@ -43,7 +43,7 @@ def common(a: CapturedCall, b: CapturedCall, *, routing: bool = True) -> int:
     return n
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(calls_with_context())
 def test_each_fork_is_what_it_says(calls):
     forest = PrefixForest.from_calls(calls)
@@ -68,7 +68,7 @@ def test_each_fork_is_what_it_says(calls):
     assert sum(report.num_forks().values()) == len(report.forks)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(calls_with_context())
 def test_blocked_tokens_are_the_physical_tokens_that_equality_of_ids_would_save(calls):
     def physical(with_routing: bool, with_provenance: bool) -> int:
