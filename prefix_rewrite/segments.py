@@ -17,6 +17,10 @@ from prefix_rewrite.errors import ForestError
 IntArray = NDArray[np.int64]
 
 
+# A compiler specialises on lengths of 0 and 1, so filler keeps every length at this or more.
+MIN_LENGTH = 2
+
+
 @dataclass(frozen=True, eq=False)
 class SegmentTable:
     """Segments in depth-first preorder; the tokens of a subtree are one contiguous interval.
@@ -128,3 +132,12 @@ class SegmentTable:
     def num_attended_pairs(self) -> int:
         """(query, key) pairs that causal attention on the forest must compute."""
         return int((self.position_ids + 1).sum())
+
+
+def with_filler(segments: SegmentTable) -> SegmentTable:
+    """Append one-token roots until there are `MIN_LENGTH` tokens."""
+    missing = max(0, MIN_LENGTH - segments.num_tokens)
+    if not missing:
+        return segments
+    parent = [*segments.parent.tolist(), *[-1] * missing]
+    return SegmentTable.from_parents(parent, [*segments.length.tolist(), *[1] * missing])

@@ -21,8 +21,8 @@ def tree_attention(
 
     Args:
         q: [1, N, T, D] queries.
-        k: [1, K, T, D] keys; query head n reads key head n // (N / K).
-        v: [1, K, T, V] values.
+        k: [1, K, S, D] keys, S >= T; query head n reads key head n // (N / K).
+        v: [1, K, S, V] values.
         host_plan, device_plan: the forest's packed plan, with the fields of `plan_attention`.
         scale: factor of the scores.
 

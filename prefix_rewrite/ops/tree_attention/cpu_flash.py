@@ -67,6 +67,8 @@ def backward(
         q_NTD, k_KTD, v_KTV, grad_TNV.transpose(0, 1), out_TNV.transpose(0, 1)
     )
     grads = [x.new_empty(x.shape[1], x.shape[0], x.shape[2]) for x in (q_NTP, k_KTP, v_KTP)]
+    for grad in grads[1:]:
+        grad[q_NTD.shape[1] :].zero_()  # no diagonal block writes the keys of other ranks
     lse_NT1 = lse_TN.t().unsqueeze(-1)
     for block in blocks:
         q_side = (block.q0, block.q1, block.num_squares)

@@ -1,6 +1,7 @@
 """The tree attention op: shapes, dtypes and autograd around the executors.
 
-Shapes: T tokens, N query heads, K key heads, D head dim, V value dim.
+Shapes: T tokens, S of their keys, N query heads, K key heads, D head dim, V value dim.
+Keys past the T-th are those of tokens without a query here: other ranks'. Else S = T.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def tree_attention_op(
     """Return the output [1, T, N, V] in v's dtype and the fp32 or fp64 log-sum-exp [T, N]."""
     _check(q, k, v, scale)
     dtype = _compute_dtype(q, k, v)
-    blocks, end_T = _read_plan(host_plan, device_plan, q.shape[2])
+    blocks, end_S = _read_plan(host_plan, device_plan, q.shape[2], k.shape[2])
     executor = _EXECUTORS[attention_backend(q.device, dtype, q.shape[-1], v.shape[-1])]
     inputs = (x[0].to(dtype) for x in (q, k, v))
-    out_TNV, lse_TN = executor.forward(*inputs, blocks, end_T, scale)
+    out_TNV, lse_TN = executor.forward(*inputs, blocks, end_S, scale)
     return out_TNV[None].to(v.dtype), lse_TN
 
 
@@ -72,10 +73,10 @@ def tree_attention_backward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, in their shapes and dtypes."""
-    blocks, end_T = _read_plan(host_plan, device_plan, q.shape[2])
+    blocks, end_S = _read_plan(host_plan, device_plan, q.shape[2], k.shape[2])
     executor = _EXECUTORS[attention_backend(q.device, lse.dtype, q.shape[-1], v.shape[-1])]
     grad_TNV, q_NTD, k_KTD, v_KTV, out_TNV = (x[0].to(lse.dtype) for x in (grad_out, q, k, v, out))
-    grads = executor.backward(grad_TNV, q_NTD, k_KTD, v_KTV, out_TNV, lse, blocks, end_T, scale)
+    grads = executor.backward(grad_TNV, q_NTD, k_KTD, v_KTV, out_TNV, lse, blocks, end_S, scale)
     grad_q, grad_k, grad_v = (
         grad.to(x.dtype).contiguous().transpose(0, 1)[None]
         for grad, x in zip(grads, (q, k, v), strict=True)
@@ -126,16 +127,22 @@ def _compute_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
 
 
 def _read_plan(
-    host_plan: Tensor, device_plan: Tensor, num_tokens: int
+    host_plan: Tensor, device_plan: Tensor, num_queries: int, num_keys: int
 ) -> tuple[list[Block], Tensor]:
     plan = PlanView(host_plan, device_plan)
-    end_T = plan[SUBTREE_END]
-    if len(end_T) != num_tokens:
-        raise LayoutError(
-            f"the plan must be of as many tokens as the queries, got {len(end_T)} and "
-            f"{num_tokens}; give the model the layout of the forest that it runs"
-        )
-    return [Block(*row) for row in plan[BLOCKS].tolist()], end_T
+    end_S = plan[SUBTREE_END]
+    blocks = [Block(*row) for row in plan[BLOCKS].tolist()]
+    num_planned = max((block.q1 for block in blocks), default=0)
+    for name, planned, given in (
+        ("queries", num_planned, num_queries),
+        ("keys", len(end_S), num_keys),
+    ):
+        if planned != given:
+            raise LayoutError(
+                f"the plan must be of as many tokens as the {name}, got {planned} and {given}; "
+                "give the model the layout of the forest that it runs"
+            )
+    return blocks, end_S
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
@@ -144,14 +151,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
     fits = (
         q.ndim == k.ndim == v.ndim == 4
         and q.shape[0] == k.shape[0] == v.shape[0] == 1
-        and q.shape[2] == k.shape[2] == v.shape[2]
+        and q.shape[2] <= k.shape[2] == v.shape[2]
         and k.shape[1] == v.shape[1]
         and q.shape[3] == k.shape[3]
         and q.shape[1] % max(k.shape[1], 1) == 0
     )
     if not fits:
         raise LayoutError(
-            "tree attention needs q [1, N, T, D], k [1, K, T, D], v [1, K, T, V], N a multiple of "
-            f"K, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "
+            "tree attention needs q [1, N, T, D], k [1, K, S, D], v [1, K, S, V], S >= T, N a "
+            f"multiple of K, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "
             "run one forest at a time"
         )

@@ -30,8 +30,12 @@ def plan_conv(segments: SegmentTable) -> Mapping[str, IntArray]:
 
     A jump is a token whose predecessor on its path is not the token stored before it.
     """
-    T = segments.num_tokens
-    parent = segments.parent_token
+    return plan_rows(segments.parent_token)
+
+
+def plan_rows(parent: IntArray) -> Mapping[str, IntArray]:
+    """Plan rows [T] stored in any order, given the row before each on its path, -1 for none."""
+    T = len(parent)
     jumps = np.flatnonzero(parent != np.arange(-1, T - 1))
     stretches = np.diff(jumps, append=T)
     order = np.argsort(-stretches, kind="stable")
