@@ -38,7 +38,7 @@ class ChunkBlock:
         last: [n] place of the chunk's last token.
         parents: [n] state row of the parent chunk, None for a block of roots.
         states: the block's own state rows, None for a block without children.
-        ragged: whether any place is padding.
+        ragged: whether any place may be padding.
     """
 
     tokens: torch.Tensor

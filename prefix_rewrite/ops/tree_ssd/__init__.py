@@ -19,12 +19,12 @@ from prefix_rewrite.segments import IntArray, SegmentTable
 
 __all__ = ["plan_ssd", "tree_ssd"]
 
-_PLANNER = ChunkPlanner("ssd")
+PLANNER = ChunkPlanner("ssd")
 
 
 def plan_ssd(segments: SegmentTable) -> Mapping[str, IntArray]:
     """Plan the chunk tree that `tree_ssd` runs on."""
-    return _PLANNER.plan(segments)
+    return PLANNER.plan(segments)
 
 
 def tree_ssd(
@@ -88,7 +88,7 @@ def _scan(
     device_plan: torch.Tensor,
 ) -> torch.Tensor:
     with torch.autocast(x.device.type, enabled=False):
-        return scan_forward(SsdInputs(x, dt, A, B, C, D), _PLANNER.read(host_plan, device_plan))
+        return scan_forward(SsdInputs(x, dt, A, B, C, D), PLANNER.read(host_plan, device_plan))
 
 
 @_scan.register_fake
@@ -119,7 +119,7 @@ def _scan_backward(
 ) -> list[torch.Tensor]:
     with torch.autocast(x.device.type, enabled=False):
         grads = scan_backward(
-            grad, SsdInputs(x, dt, A, B, C, D), _PLANNER.read(host_plan, device_plan)
+            grad, SsdInputs(x, dt, A, B, C, D), PLANNER.read(host_plan, device_plan)
         )
     given = (x, dt, A, B, C, D)
     return [

@@ -19,8 +19,8 @@ from prefix_rewrite.ops.chunk_tree import ChunkBlock, ChunkTree
 MAX_WEIGHTS = {"cpu": 1 << 18}
 MAX_WEIGHTS_ELSEWHERE = 1 << 26
 
-# Below it exp2 is exactly 0: a token that forgets all before it must not blur the sums.
-LEAST_EXPONENT = {torch.float32: -150.0, torch.float64: -1080.0}
+# Below it exp2 is 0 in any type; without it, a token that forgets all would blur the sums.
+LEAST_EXPONENT = -1100.0
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,14 @@ class Block:
 
     @cached_property
     def exponent(self) -> torch.Tensor:
-        """[n, G, R, Q] base-2 logarithm of the decay from the chunk's entry through each token."""
+        """[n, G, R, Q] base-2 logarithm of the decay from the chunk's entry through each token.
+
+        In fp64, since differences of these sums count, and strong decays make the sums large.
+        """
         # NOTE [Base 2]: exp2 is equally fast for all values; exp takes 5 to 30 times longer where
         # the exponent is -inf, as in half of each weight matrix, or the result subnormal.
-        a = self.dt * (self.inputs.A.to(self.inputs.dtype) * math.log2(math.e))
-        a.clamp_(min=LEAST_EXPONENT[a.dtype])
-        return self.by_head(torch.bmm(self.visible, a))
+        a = self.dt.double() * (self.inputs.A.double() * math.log2(math.e))
+        return self.by_head(torch.bmm(self.visible.double(), a.clamp_(min=LEAST_EXPONENT)))
 
     @cached_property
     def last_exponent(self) -> torch.Tensor:
@@ -139,24 +141,31 @@ class Block:
         last = self.chunks.last[:, None, None, None].expand(*self.exponent.shape[:3], 1)
         return self.exponent.gather(3, last)
 
+    def decay(self, exponent: torch.Tensor) -> torch.Tensor:
+        """[.., 1] in the type of compute."""
+        return exponent.clamp(max=0).exp2_().to(self.inputs.dtype)[..., None]
+
     @cached_property
     def decay_in(self) -> torch.Tensor:
         """[n, G, R, Q, 1] decay from the chunk's entry through each token."""
-        return self.exponent.exp2()[..., None]
+        return self.decay(self.exponent)
 
     @cached_property
     def decay_out(self) -> torch.Tensor:
         """[n, G, R, Q, 1] decay from after each token to the chunk's end."""
-        return (self.last_exponent - self.exponent).clamp_(max=0).exp2_()[..., None]
+        return self.decay(self.last_exponent - self.exponent)
 
     @cached_property
     def decay_through(self) -> torch.Tensor:
         """[n, G, R, 1, 1] decay through the whole chunk."""
-        return self.last_exponent.exp2()[..., None]
+        return self.decay(self.last_exponent)
 
     def decays(self) -> torch.Tensor:
         """[n, G, R, Q, Q] decay from after the key to the query, 0 where it is not visible."""
-        exponents = self.exponent[..., :, None] - self.exponent[..., None, :]
+        coarse = self.exponent.to(self.inputs.dtype)
+        fine = (self.exponent - coarse).to(self.inputs.dtype)
+        exponents = coarse[..., :, None] - coarse[..., None, :]
+        exponents.add_(fine[..., :, None]).sub_(fine[..., None, :])
         bound = torch.zeros_like(self.visible).masked_fill_(~self.chunks.visible, -torch.inf)
         return torch.minimum(exponents, bound[:, None, None], out=exponents).exp2_()
 
@@ -172,3 +181,15 @@ class Block:
     def sum_over_ancestors(self, values: torch.Tensor) -> torch.Tensor:
         """[n, G, R, Q]: for each token, over the chunk's tokens before it on its path."""
         return (values.flatten(1, 2) @ self.visible.tril(-1).mT).view_as(values)
+
+    def sum_over_pairs(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, G, R, Q, Q] to [n, G, R, Q]: for each token, over the pairs whose decay it is in.
+
+        These are the pairs of a query that sees the token, and a key before it on its path.
+        Values are 0 where the query does not see the key, so the keys before the token in
+        storage will do.
+        """
+        # NOTE [Pair sums]: row sums less column sums, summed over descendants, would be cheaper;
+        # they cancel only up to rounding, and what is left where the decay is strong is rounding.
+        sums = values.cumsum(-1)[..., :-1].mul_(self.visible[:, None, None, :, 1:]).sum(-2)
+        return torch.nn.functional.pad(sums, (1, 0))

@@ -121,12 +121,7 @@ def _block_grads(
     dweights = (dy @ u.mT).mul_(decays)
     dscores = dweights.sum(2, keepdim=True)
     dB, dC = dscores.mT @ C, dscores @ B
-    # NOTE [Decay gradients]: a pair (query i, key j) holds the decays of the tokens after j, up
-    # to i. The pair i = j holds none; left in, it would cancel only up to rounding, which could
-    # outweigh all others where the decay is strong.
-    dexponents = dweights.mul_(scores)
-    dexponents.diagonal(dim1=-2, dim2=-1).zero_()
-    dsum = dexponents.sum(-1) - dexponents.sum(-2)
+    da = block.sum_over_pairs(dweights.mul_(scores))
 
     # From the entering state and to the end state.
     entering = None
@@ -134,8 +129,7 @@ def _block_grads(
         entering = block.entering(states)
         read = (dy @ entering.mT).mul_(block.decay_in)
         dC += read.sum(2, keepdim=True)
-        dsum += read.mul_(C).sum(-1)
-    da = block.sum_over_descendants(dsum)
+        da += block.sum_over_descendants(read.mul_(C).sum(-1))
     if block.chunks.states is not None:
         dend = grad_states[block.chunks.states]
         add_product(du, B * block.decay_out, dend)
