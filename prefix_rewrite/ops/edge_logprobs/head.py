@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefix_rewrite.ops.edge_logprobs.steps import Saved, Step, final_dtype, run_steps
+from prefix_rewrite.ops.edge_logprobs.steps import Kept, Step, final_dtype, run_steps
 
 TILE_ROWS = 512
 MAX_LOGITS_CPU = 2**20  # of one tile: stays in cache
@@ -84,11 +84,11 @@ class Head:
         return weight, bias
 
     def logits(
-        self, hidden_rD: Tensor, weights: tuple[Tensor, Tensor | None], saved: Saved | None = None
+        self, hidden_rD: Tensor, weights: tuple[Tensor, Tensor | None], kept: Kept | None = None
     ) -> Tensor:
         """Return the tile [r, v] of logits / temperature, in the softmax's dtype."""
         logits_rv = F.linear(hidden_rD, *weights).to(self.hidden_RD.dtype)
-        logits_rv = run_steps(logits_rv, self.steps, saved).to(self.softmax_dtype)
+        logits_rv = run_steps(logits_rv, self.steps, kept).to(self.softmax_dtype)
         return logits_rv.div_(self.temperature_1)
 
     def edges_in(self, rows: slice, edges: slice, entries: slice) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,15 +71,16 @@ def edge_logprobs_backward_op(
     lse: Tensor,
     steps: str,
     constants: list[float],
+    head_trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of hidden, weight and bias ([0] without one)."""
+    """Return the gradients of hidden, weight and bias; [0] of a frozen head, or no bias."""
     order, head = _sorted_head(
         hidden, weight, bias, edge_row, edge_targets, temperature, steps, constants
     )
-    grad_RD, grad_VD, grad_V = tiled.backward(
-        head, lse, entropy, grad_logprobs[order], grad_entropy
-    )
-    return grad_RD[None], grad_VD, weight.new_empty(0) if grad_V is None else grad_V
+    saved = tiled.Saved(lse, entropy, grad_logprobs[order], grad_entropy)
+    grads = tiled.backward(head, saved, head_trains)
+    grad_RD, grad_VD, grad_V = (weight.new_empty(0) if x is None else x for x in grads)
+    return grad_RD[None], grad_VD, grad_V
 
 
 @edge_logprobs_backward_op.register_fake
@@ -96,9 +97,13 @@ def _(
     lse: Tensor,
     steps: str,
     constants: list[float],
+    head_trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_bias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), grad_bias
+    grad_weight, grad_bias = (
+        x.new_empty(x.shape) if head_trains and x is not None else weight.new_empty(0)
+        for x in (weight, bias)
+    )
+    return hidden.new_empty(hidden.shape), grad_weight, grad_bias
 
 
 def _save(ctx, inputs, output) -> None:
@@ -109,15 +114,21 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor, grad_lse: Tensor):
-    bias = ctx.saved_tensors[2]
+    weight_trains, bias_trains = ctx.needs_input_grad[1:3]
     grad_hidden, grad_weight, grad_bias = torch.ops.prefix_rewrite.edge_logprobs_backward(
         grad_logprobs,
         grad_entropy if ctx.entropy else None,
         *ctx.saved_tensors,
         ctx.steps,
         ctx.constants,
+        weight_trains or bias_trains,
     )
-    return grad_hidden, grad_weight, None if bias is None else grad_bias, *[None] * 6
+    return (
+        grad_hidden,
+        grad_weight if weight_trains else None,
+        grad_bias if bias_trains else None,
+        *[None] * 6,
+    )
 
 
 edge_logprobs_op.register_autograd(_backward, setup_context=_save)

@@ -10,7 +10,7 @@ from torch import Tensor
 ARITHMETIC = ("mul", "div", "add", "sub")
 NAMES = (*ARITHMETIC, "tanh", "float")
 
-Saved = list[Tensor | torch.dtype | None]
+Kept = list[Tensor | torch.dtype | None]
 
 
 class Step(NamedTuple):
@@ -45,35 +45,35 @@ def final_dtype(head_dtype: torch.dtype, steps: list[Step]) -> torch.dtype:
     return torch.float32 if Step("float", 0.0) in steps else head_dtype
 
 
-def run_steps(logits: Tensor, steps: list[Step], saved: Saved | None = None) -> Tensor:
+def run_steps(logits: Tensor, steps: list[Step], kept: Kept | None = None) -> Tensor:
     """Run the steps, in place where the dtype allows, each in the dtype that the model uses.
 
     Args:
         logits: any shape; overwritten.
         steps: the program.
-        saved: filled, if given, with what `steps_backward` needs.
+        kept: filled, if given, with what `steps_backward` needs.
     """
     for name, constant in steps:
-        keep: Tensor | torch.dtype | None = None
+        value: Tensor | torch.dtype | None = None
         if name == "float":
-            keep, logits = logits.dtype, logits.float()
+            value, logits = logits.dtype, logits.float()
         elif name == "tanh":
             logits.tanh_()
-            keep = logits.clone() if saved is not None else None
+            value = logits.clone() if kept is not None else None
         else:
             getattr(logits, f"{name}_")(constant)
-        if saved is not None:
-            saved.append(keep)
+        if kept is not None:
+            kept.append(value)
     return logits
 
 
-def steps_backward(grad: Tensor, steps: list[Step], saved: Saved) -> Tensor:
+def steps_backward(grad: Tensor, steps: list[Step], kept: Kept) -> Tensor:
     """Return the gradient of the logits before the steps; `grad` is overwritten."""
-    for (name, constant), kept in zip(reversed(steps), reversed(saved), strict=True):
-        if isinstance(kept, torch.dtype):
-            grad = grad.to(kept)
-        elif isinstance(kept, Tensor):
-            grad = torch.ops.aten.tanh_backward(grad, kept)
+    for (name, constant), value in zip(reversed(steps), reversed(kept), strict=True):
+        if isinstance(value, torch.dtype):
+            grad = grad.to(value)
+        elif isinstance(value, Tensor):
+            grad = torch.ops.aten.tanh_backward(grad, value)
         elif name in ("mul", "div"):
             getattr(grad, f"{name}_")(constant)
     return grad
