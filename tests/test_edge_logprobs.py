@@ -356,7 +356,7 @@ def test_one_compile_serves_any_rows_and_edges(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    monkeypatch.setattr("torch.compiler.config.force_disable_caches", True)
 
     def project(c: Case, x: Tensor) -> tuple[Tensor, Tensor]:
         return edge_logprobs(

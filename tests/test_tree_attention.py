@@ -417,7 +417,7 @@ def test_one_compile_serves_every_forest(
     backend_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    monkeypatch.setattr("torch.compiler.config.force_disable_caches", True)
     weight = qkv(64, (1, 1), (16, 16))[0][0, 0].requires_grad_()
 
     def attend(x: Tensor, host_plan: Tensor, device_plan: Tensor) -> Tensor:
