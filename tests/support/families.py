@@ -20,6 +20,15 @@ COMMON |= {"eos_token_id": 2, "initializer_range": 0.1}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
 MAMBA |= {"mamba_chunk_size": 8}
+DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+DELTA |= {"linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS |= {"shared_expert_intermediate_size": 16}
+LATENT = {**ATTENTION, "num_key_value_heads": 4, "intermediate_size": 48, "kv_lora_rank": 8}
+LATENT |= {"moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT |= {"v_head_dim": 8, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+MROPE |= {"mrope_section": [2, 1, 1]}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**ATTENTION, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -60,9 +69,44 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         **ATTENTION, "num_key_value_heads": 4, "intermediate_size": 48, "num_hidden_layers": 4,
         "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
         "layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid"]}),
+    "qwen3_5": ("qwen3_5_text", {
+        **ATTENTION, **DELTA, "head_dim": 8, "intermediate_size": 48, "num_hidden_layers": 3,
+        "layer_types": [LINEAR, FULL, LINEAR], "rope_parameters": MROPE}),
+    "olmo_hybrid": ("olmo_hybrid", {
+        **ATTENTION, **DELTA, "intermediate_size": 48, "num_hidden_layers": 3,
+        "layer_types": [LINEAR, FULL, LINEAR]}),
+    "lfm2": ("lfm2", {**ATTENTION, "intermediate_size": 48, "block_multiple_of": 8,
+                      "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"],
+                      "conv_L_cache": 3}),
+    "jamba_moe": ("jamba", {
+        **ATTENTION, "intermediate_size": 48, "num_hidden_layers": 3, "attn_layer_period": 3,
+        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}),
+    "qwen3_next": ("qwen3_next", {
+        **ATTENTION, **DELTA, **EXPERTS, "head_dim": 8, "intermediate_size": 48,
+        "num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR]}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {
+        **ATTENTION, **DELTA, **EXPERTS, "head_dim": 8, "num_hidden_layers": 3,
+        "layer_types": [LINEAR, FULL, LINEAR], "rope_parameters": MROPE}),
+    "kimi_linear": ("kimi_linear", {
+        **LATENT, "num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR],
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "linear_head_dim": 8,
+        "linear_num_heads": 4}),
+    "bailing_hybrid": ("bailing_hybrid", {
+        **LATENT, "num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "n_group": 2,
+        "topk_group": 1, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "head_dim": 8}),
+    "lfm2_moe": ("lfm2_moe", {
+        **ATTENTION, "intermediate_size": 48, "moe_intermediate_size": 16,
+        "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"], "conv_L_cache": 3,
+        "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2}),
 }  # fmt: skip
 
-FAMILIES = (*CONFIGS, "handwritten")
+MOE_FAMILIES = ("jamba_moe", "qwen3_next", "qwen3_5_moe", "kimi_linear", "bailing_hybrid",
+                "lfm2_moe")  # fmt: skip
+FAMILIES = (*(name for name in CONFIGS if name not in MOE_FAMILIES), "handwritten")
+
+# Zamba2's shared blocks work on rows twice as wide: rounding alone would reach the bounds.
+GAIN = {"zamba2": 0.7}
 
 
 class HandwrittenBlock(nn.Module):
@@ -89,12 +133,12 @@ class HandwrittenBlock(nn.Module):
 class Handwritten(nn.Module):
     """Embeddings with learned positions, blocks, a head; `forward` returns a plain tensor."""
 
-    def __init__(self, width: int = 32, heads: int = 4, layers: int = 2):
+    def __init__(self, vocab_size: int = VOCAB, width: int = 32, heads: int = 4, layers: int = 2):
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, width)
+        self.embed = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(8192, width)
         self.blocks = nn.ModuleList(HandwrittenBlock(width, heads) for _ in range(layers))
-        self.head = nn.Linear(width, VOCAB)
+        self.head = nn.Linear(width, vocab_size)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = self.embed(input_ids) + self.positions(position_ids)
@@ -121,11 +165,13 @@ def build_model(
         name, settings = CONFIGS[family]
         config = AutoConfig.for_model(name, **{**COMMON, **settings, **overrides})
         model = AutoModelForCausalLM.from_config(config)
-    spread_weights(model, seed=seed, decay=decay)
+    spread_weights(model, seed=seed, decay=decay, gain=GAIN.get(family, 1.0))
     return model.to(dtype).train()
 
 
-def spread_weights(model: nn.Module, *, seed: int, decay: tuple[float, float]) -> None:
+def spread_weights(
+    model: nn.Module, *, seed: int, decay: tuple[float, float], gain: float = 1.0
+) -> None:
     """Take every parameter away from zeros and ones, and give Mamba a long memory."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -135,7 +181,7 @@ def spread_weights(model: nn.Module, *, seed: int, decay: tuple[float, float]) -
                 low, high = decay
                 parameter.copy_(torch.linspace(low, high, parameter.numel()).view_as(parameter))
             elif parameter.ndim >= 2 and "conv1d" not in name:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+                parameter.copy_(gain * noise * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(0.1 * noise)
 

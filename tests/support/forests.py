@@ -42,10 +42,10 @@ def _with_first(trees: Sequence[Tree], rng: random.Random) -> list[tuple[Tree, i
 
 
 def chain_with_leaves(count: int) -> Tree:
-    """A chain of one-token segments with a one-token side leaf at each."""
+    """A chain of one-token segments, with a fork of one-token segments hanging off each."""
     tree: Tree = (1, [])
     for _ in range(count):
-        tree = (1, [tree, (1, [])])
+        tree = (1, [tree, (1, [(1, []), (1, [])])])
     return tree
 
 
@@ -55,7 +55,7 @@ SHAPES: dict[str, list[Tree]] = {
     "star": [(9, [(4, []), (3, []), (6, [])])],
     "nested": [(7, [(2, [(3, []), (1, [(2, []), (2, [])])]), (5, [])])],
     "fork_in_chunk": [(70, [(3, []), (66, [(2, []), (9, [])])])],
-    "fork_in_conv": [(2, [(1, [(1, []), (1, [(1, []), (2, [])])]), (1, [])])],
+    "fork_in_conv": [(2, [(1, [(3, []), (1, [(2, []), (4, [])])]), (2, [])])],
     "many_roots": [(5, []), (2, [(2, []), (3, [])]), (6, []), (2, [])],
     "one_token": [chain_with_leaves(8)],
 }

@@ -12,6 +12,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from prefix_rewrite.ops.tree_delta_rule import (
+    plan_channel_delta_rule,
+    plan_delta_rule,
+    tree_delta_rule,
+)
+from prefix_rewrite.ops.tree_delta_rule.reference import tree_delta_rule_reference
 from prefix_rewrite.ops.tree_selective_scan import plan_selective_scan, tree_selective_scan
 from prefix_rewrite.ops.tree_selective_scan.reference import tree_selective_scan_reference
 from prefix_rewrite.plan import Planner, pack_plan
@@ -41,7 +47,8 @@ class OpCase:
         reference: the plain loop on inputs and a segment table.
         planner: the op's planner.
         token_dims: dimension of each input that runs over tokens.
-        mixed: types of the inputs that stay in fp32 where the others are bf16.
+        mixed: inputs that stay in fp32 where the others are bf16.
+        decay: the input that, scaled up, makes the state be forgotten at once.
     """
 
     draw: Callable[[int, torch.Generator], dict[str, Tensor]]
@@ -50,6 +57,7 @@ class OpCase:
     planner: Planner
     token_dims: Mapping[str, int]
     mixed: frozenset[str]
+    decay: str
 
     def packed(self, segments: SegmentTable) -> tuple[Tensor, Tensor]:
         return pack_plan(self.planner(segments), "cpu")
@@ -132,6 +140,31 @@ def _draw_selective_scan(T: int, g: torch.Generator, D: int = 3, N: int = 4) -> 
     }
 
 
+def _draw_delta_rule(
+    T: int, g: torch.Generator, G: int = 2, H: int = 4, K: int = 5, V: int = 3, decays: int = 1
+) -> dict[str, Tensor]:
+    decay_shape = (1, T, H) if decays == 1 else (1, T, H, K)
+    return {
+        "q": _randn(g, 1, T, G, K),
+        "k": _randn(g, 1, T, G, K),
+        "v": _randn(g, 1, T, H, V),
+        "g": -0.1 * _randn(g, *decay_shape).exp(),
+        "beta": _randn(g, 1, T, H).sigmoid(),
+    }
+
+
+def _delta_rule(normalise: bool, planner: Planner, **shape: int) -> OpCase:
+    return OpCase(
+        draw=lambda T, generator: _draw_delta_rule(T, generator, **shape),
+        op=lambda x, plan: tree_delta_rule(*x.values(), *plan, normalise),
+        reference=lambda x, segments: tree_delta_rule_reference(*x.values(), segments, normalise),
+        planner=planner,
+        token_dims=dict.fromkeys(("q", "k", "v", "g", "beta"), 1),
+        mixed=frozenset({"g"}),
+        decay="g",
+    )
+
+
 CASES: dict[str, OpCase] = {
     "selective_scan": OpCase(
         draw=_draw_selective_scan,
@@ -140,5 +173,8 @@ CASES: dict[str, OpCase] = {
         planner=plan_selective_scan,
         token_dims=dict.fromkeys(("u", "dt", "B", "C", "z"), 2),
         mixed=frozenset({"A", "D", "dt_bias"}),
+        decay="A",
     ),
+    "gated_delta_rule": _delta_rule(True, plan_delta_rule),
+    "kimi_delta_attention": _delta_rule(True, plan_channel_delta_rule, G=3, H=3, decays=2),
 }
