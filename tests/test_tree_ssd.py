@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -72,18 +73,22 @@ class Case:
         return with_grads(lambda **x: self.op(x, plan), inputs)
 
     def op(self, inputs: Inputs, plan: tuple[Tensor, Tensor]) -> Tensor:
-        return tree_ssd(**dict.fromkeys(OPTIONAL) | dict(inputs), host_plan=plan[0],
-                        device_plan=plan[1], **self.limits())  # fmt: skip
+        host_plan, device_plan = plan
+        return tree_ssd(**self.arguments(inputs), host_plan=host_plan, device_plan=device_plan)
 
     def run_reference(self, inputs: Inputs, segments: SegmentTable) -> dict[str, Tensor]:
         def loop(**x: Tensor) -> Tensor:
-            given = dict.fromkeys(OPTIONAL) | x
-            return tree_ssd_reference(**given, segments=segments, **self.limits())
+            return tree_ssd_reference(**self.arguments(x), segments=segments)
 
         return with_grads(loop, inputs)
 
-    def limits(self) -> dict:
-        return dict(zip(("dt_softplus", "dt_min", "dt_max"), self.settings, strict=True))
+    def arguments(self, inputs: Inputs) -> dict[str, Any]:
+        names = ("dt_softplus", "dt_min", "dt_max")
+        return {
+            **dict.fromkeys(OPTIONAL),
+            **inputs,
+            **dict(zip(names, self.settings, strict=True)),
+        }
 
 
 CASES = {
@@ -349,7 +354,7 @@ class TestAsAnOp:
             segments = SegmentTable.from_parents(parents, [70, 3, 40, 90] * copies)
             plan = pack_plan(plan_ssd(segments), "cpu")
             x = Case().inputs(segments.num_tokens)
-            rows = SsdInputs(*(x[k][0] for k in ("x", "dt")), x["A"], x["B"][0], x["C"][0], None)
+            rows = SsdInputs(x["x"][0], x["dt"][0], x["A"], x["B"][0], x["C"][0], None)
             with Measure() as measure:
                 scan_forward(rows, PLANNER.read(*plan))
             return measure.largest
