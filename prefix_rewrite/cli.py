@@ -51,8 +51,9 @@ def stats(
     with _reported():
         with _progress() as progress:
             calls = read_calls(file, progress)
-        forest = PrefixForest.from_calls(calls)
-        report = explain_sharing(calls, forest)
+        with err.status("sharing prefixes"):
+            forest = PrefixForest.from_calls(calls)
+            report = explain_sharing(calls, forest)
     out.print(_counts(file.name, _stats_rows(forest.stats())))
     table = Table("why paths part", "forks", title="forks", title_justify="left")
     for kind, number in report.num_forks().items():
@@ -79,9 +80,10 @@ def plan(
     with _reported():
         with _progress() as progress:
             calls = read_calls(file, progress)
-        forest = PrefixForest.from_calls(calls)
-        fragments = forest.split(max_tokens, max_attended_pairs=max_attended_pairs)
-        counts = split_stats(forest, fragments)
+        with err.status("planning fragments"):
+            forest = PrefixForest.from_calls(calls)
+            fragments = forest.split(max_tokens, max_attended_pairs=max_attended_pairs)
+            counts = split_stats(forest, fragments)
     whole = max(1, forest.num_tokens)
     least = least_repeated(forest, max_tokens)
     rows = {

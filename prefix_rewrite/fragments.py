@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from prefix_rewrite.errors import ForestError
 from prefix_rewrite.forest import PrefixForest, assemble_forest
 from prefix_rewrite.packing import UNLIMITED, least_tokens, pack_leaves, size
 from prefix_rewrite.segments import IntArray
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,21 @@ def caller_order(fragments: Sequence[PrefixForest]) -> IntArray:
     if the forest had not been split.
     """
     return np.argsort(np.concatenate([np.empty(0, np.int64), *(f.edge_ids for f in fragments)]))
+
+
+def gather_calls(fragments: Sequence[PrefixForest], results: Sequence[Sequence[T]]) -> list[T]:
+    """Return one result a call, in the caller's order.
+
+    Args:
+        fragments: all fragments of one split.
+        results: what each fragment gave for its own calls, such as its `out.per_call()`.
+    """
+    by_call = {
+        call: result
+        for fragment, own in zip(fragments, results, strict=True)
+        for call, result in zip(fragment.call_ids.tolist(), own, strict=True)
+    }
+    return [by_call[call] for call in range(len(by_call))]
 
 
 def split_stats(forest: PrefixForest, fragments: Sequence[PrefixForest]) -> SplitStats:

@@ -178,6 +178,7 @@ def test_sharing_ends_exactly_where_routing_differs():
 @pytest.mark.parametrize(
     ("first", "second"),
     [
+        ({"routing": np.array([0, 0, 0], np.uint8)}, {"routing": np.array([256, 0, 0])}),
         ({"provenance": "v1"}, {"provenance": "v2"}),
         ({"routing": [0, 0, 0]}, {}),
         ({"routing": [[0, 0]] * 3}, {"routing": [[0, 0, 0]] * 3}),

@@ -7,6 +7,8 @@ import random
 import networkx as nx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prefix_rewrite.calls import CapturedCall
 from prefix_rewrite.errors import ForestError
@@ -36,6 +38,16 @@ def test_equal_tokens_under_two_names_stay_apart():
     assert nx.utils.edges_equal(forest.graph.edges, search_tree().edges, directed=True)
 
 
+def test_roots_with_equal_tokens_stay_apart():
+    graph = nx.DiGraph()
+    for name in ("one group", "another group"):
+        graph.add_node(name, token_ids=[1, 2, 3], sampled=[False, True, True])
+    forest = PrefixForest.from_graph(graph)
+    assert (forest.num_tokens, forest.stats().num_roots) == (6, 2)
+    first, second = (forest.edges.source[forest.node_edges(name)] for name in graph)
+    assert not set(first) & set(second)
+
+
 def test_results_are_addressable_by_node_whatever_the_insertion_order():
     names = list(search_tree())
     for seed in range(6):
@@ -57,6 +69,38 @@ def test_results_are_addressable_by_node_whatever_the_insertion_order():
                 search_tree().nodes[name]["token_ids"]
             )
             assert forest.token_ids[forest.call_path(i)].tolist() == ids
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.randoms(use_true_random=False), st.integers(0, 12))
+def test_any_branching_keeps_its_paths_and_its_sampled_tokens(rng, count):
+    nodes = {}
+    for i in range(count):
+        parent = rng.choice([None, *range(i)])
+        size = rng.randint(1, 3)
+        mask = [rng.random() < 0.5 for _ in range(size)]
+        mask[0] &= parent is not None
+        nodes[i] = (parent, [rng.randrange(3) for _ in range(size)], mask)
+    graph = nx.DiGraph()
+    for i in rng.sample(list(nodes), count):
+        graph.add_node(i, token_ids=nodes[i][1], sampled=nodes[i][2])
+    graph.add_edges_from((parent, i) for i, (parent, _, _) in nodes.items() if parent is not None)
+    forest = PrefixForest.from_graph(graph)
+
+    def path(i):
+        parent, ids, _ = nodes[i]
+        return ([] if parent is None else path(parent)) + ids
+
+    assert forest.num_tokens == sum(len(ids) for _, ids, _ in nodes.values())
+    assert nx.utils.edges_equal(forest.graph.edges, graph.edges, directed=True)
+    for call, i in enumerate(graph):
+        tokens = forest.call_path(call)
+        assert forest.token_ids[tokens].tolist() == path(i)
+        own = tokens[len(tokens) - len(nodes[i][1]) :]
+        edges = forest.node_edges(i)
+        assert forest.edges.token[edges].tolist() == own[nodes[i][2]].tolist()
+        before = [tokens[tokens.tolist().index(t) - 1] for t in own[nodes[i][2]]]
+        assert forest.edges.source[edges].tolist() == before
 
 
 def test_a_child_starts_from_its_parents_last_token():

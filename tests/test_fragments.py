@@ -21,7 +21,13 @@ from hypothesis import strategies as st
 from prefix_rewrite.calls import CapturedCall
 from prefix_rewrite.errors import ForestError
 from prefix_rewrite.forest import PrefixForest
-from prefix_rewrite.fragments import caller_order, check_owners, least_repeated, split_stats
+from prefix_rewrite.fragments import (
+    caller_order,
+    check_owners,
+    gather_calls,
+    least_repeated,
+    split_stats,
+)
 
 Path = tuple[int, ...]
 
@@ -103,6 +109,9 @@ def check_fragments(forest: PrefixForest, fragments: Sequence[PrefixForest]) -> 
             assert source in path
     restored = np.concatenate([f.edges.target for f in fragments])[caller_order(fragments)]
     assert np.array_equal(restored, forest.edges.target)
+    own = [[f.token_ids[f.call_path(i)].tolist() for i in range(f.num_calls)] for f in fragments]
+    calls = [forest.token_ids[forest.call_path(i)].tolist() for i in range(forest.num_calls)]
+    assert gather_calls(fragments, own) == calls
 
 
 def random_forest(seed: int, num_calls: int, length: int = 12) -> PrefixForest:
