@@ -75,7 +75,7 @@ class ConvInputs:
         x = self.x[block.lo - halo : block.hi].to(self.dtype)
         for distance in range(self.W):
             first = max(0, distance - halo)
-            yield first, x[halo - distance + first : len(x) - distance]
+            yield first, x[halo - distance + first : max(0, len(x) - distance)]
 
     def repairs(self, block: ConvBlock) -> Iterator[torch.Tensor]:
         """For each distance from 1: the gathered predecessors [f, C], 0 before the root."""
