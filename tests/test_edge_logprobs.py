@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -353,10 +354,10 @@ def test_is_a_lawful_operator(bias: bool, entropy: bool) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_compile_serves_any_rows_and_edges(
-    backend: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
-    monkeypatch.setattr("torch.compiler.config.force_disable_caches", True)
 
     def project(c: Case, x: Tensor) -> tuple[Tensor, Tensor]:
         return edge_logprobs(

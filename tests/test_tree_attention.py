@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -414,10 +415,10 @@ def test_only_some_inputs_need_a_gradient() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend_name", ["aot_eager", "inductor"])
 def test_one_compile_serves_every_forest(
-    backend_name: str, monkeypatch: pytest.MonkeyPatch
+    backend_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
-    monkeypatch.setattr("torch.compiler.config.force_disable_caches", True)
     weight = qkv(64, (1, 1), (16, 16))[0][0, 0].requires_grad_()
 
     def attend(x: Tensor, host_plan: Tensor, device_plan: Tensor) -> Tensor:
