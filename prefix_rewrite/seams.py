@@ -62,10 +62,7 @@ def _unknown_mixer(name: str) -> Callable[..., Any]:
 
 def _seams() -> dict[str, Callable[..., Any]]:
     """By the names under which modeling files call their mixers."""
-    unknown = (
-        "chunk_kimi_delta_attention",
-        "torch_chunk_gated_delta_rule",
-    )
+    unknown: tuple[str, ...] = ()
     seams = {name: _unknown_mixer(name) for name in unknown}
     for target in TARGETS:
         seams.update(target.seams)

@@ -7,10 +7,18 @@ from torch.fx import Node
 from prefix_rewrite.mixers.attention import ATTENTION
 from prefix_rewrite.mixers.base import Signature, Target
 from prefix_rewrite.mixers.conv import CONV
+from prefix_rewrite.mixers.delta_rule import CHANNEL_DELTA_RULE, DELTA_RULE
 from prefix_rewrite.mixers.selective_scan import SELECTIVE_SCAN
 from prefix_rewrite.mixers.ssd import SSD
 
-TARGETS: tuple[Target, ...] = (ATTENTION, CONV, SSD, SELECTIVE_SCAN)
+TARGETS: tuple[Target, ...] = (
+    ATTENTION,
+    CONV,
+    SSD,
+    SELECTIVE_SCAN,
+    DELTA_RULE,
+    CHANNEL_DELTA_RULE,
+)
 
 
 def find_target(node: Node) -> tuple[Target, Signature] | None:

@@ -90,6 +90,18 @@ def test_half_precision_inputs_round_once(case):
         assert mine <= 1.5 * theirs + 1e-6, f"{name}: {mine:.1e}, plain loop {theirs:.1e}"
 
 
+def test_sudden_forgetting_stays_finite_and_exact(case):
+    segments = table("deep_fork")
+    inputs = case.inputs(segments.num_tokens)
+    strong = torch.arange(inputs[case.decay].numel()).view(inputs[case.decay].shape) % 3 == 0
+    inputs[case.decay] = torch.where(strong, 1e5 * inputs[case.decay], inputs[case.decay])
+    narrow = {name: x.float() for name, x in inputs.items()}
+    for name, value in case.run(narrow, segments).items():
+        assert value.isfinite().all(), name
+    # An exponent of a thousand has four digits less to the right of its point.
+    assert_close(case.run(inputs, segments), case.run_reference(inputs, segments), 1e-9)
+
+
 def test_op_passes_opcheck(case):
     segments = table("nested")
     plan = case.packed(segments)
