@@ -19,11 +19,11 @@ checkpoint_op = torch.ops.higher_order.tag_activation_checkpoint
 def bind_layout(graph_module: GraphModule, context: PassContext) -> PassReport:
     """Take the plan's tensors from the `bind` call and thread them into sub-graphs."""
     bind = find_leaf(graph_module, torch.ops.prefix_rewrite.leaf_bind)
-    input_ids, host_plan, device_plan = bind.args
+    input_ids, plan = bind.args
     bind.replace_all_uses_with(input_ids)
     graph_module.graph.erase_node(bind)
     counts: Counter[str] = Counter()
-    _thread(graph_module, (host_plan, device_plan), context, counts)
+    _thread(graph_module, tuple(plan), context, counts)
     return PassReport("bind_layout", counts)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from prefix_rewrite.errors import Finding
-from prefix_rewrite.mixers.base import Target
+from prefix_rewrite.mixers.base import RankForm, Target
 from prefix_rewrite.passes.head import Head
 
 
@@ -65,14 +65,16 @@ class PassContext:
         backend: backend the rewritten graph goes to.
         mtp: what to do with a head that looks further ahead.
         findings: reasons against the rewrite that the modules themselves gave.
-        plans: plan placeholders `(host_plan, device_plan)` of each graph that holds a mixer.
+        group: name of the context-parallel group, None without one.
+        plans: plan placeholders of each graph that holds a mixer: see `Layout.plan`.
     """
 
     backend: str
     mtp: str
     findings: list[Finding] = field(default_factory=list)
+    group: str | None = None
     census: Census | None = None
-    plans: dict[GraphModule, tuple[Node, Node]] = field(default_factory=dict)
+    plans: dict[GraphModule, tuple[Node, ...]] = field(default_factory=dict)
     reports: list[PassReport] = field(default_factory=list)
 
     @property
@@ -80,11 +82,18 @@ class PassContext:
         assert self.census is not None, "graph_census must run first"
         return self.census
 
-    def plan_of(self, node: Node) -> tuple[Node, Node]:
-        """Plan placeholders of the graph that a node is in."""
+    def plan_of(self, node: Node) -> tuple[Any, ...]:
+        """Plan placeholders of the graph that a node is in, and the group's name if any."""
         owner = node.graph.owning_module
         assert owner in self.plans, f"bind_layout gave no plan to the graph of {node}"
-        return self.plans[owner]
+        return self.plans[owner] if self.group is None else (*self.plans[owner], self.group)
+
+    def form_of(self, target: Target) -> Target | RankForm:
+        """What plans and writes a mixer's tree op: its context-parallel form in a group."""
+        if self.group is None:
+            return target
+        assert target.rank_form is not None, "reject_unsupported must run first"
+        return target.rank_form
 
     def replaced(self, kind: str) -> int:
         return sum(report.counts[kind] for report in self.reports)

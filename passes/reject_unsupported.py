@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from prefix_rewrite.errors import Finding, UnsupportedModelError
-from prefix_rewrite.passes.context import PassContext, PassReport
+from prefix_rewrite.mixers.base import Reason
+from prefix_rewrite.passes.context import MixerCall, PassContext, PassReport
 from prefix_rewrite.passes.head import other_heads
 from prefix_rewrite.passes.nodes import module_path, source_line, walk
 
@@ -39,8 +40,18 @@ def reject_unsupported(graph_module: GraphModule, context: PassContext) -> PassR
 def _mixer_findings(context: PassContext) -> Iterator[Finding]:
     census = context.checked_census
     for call in census.mixers:
-        for what, remedy in call.target.inspect(call.arguments, census.tokens):
+        reasons = call.target.inspect(call.arguments, census.tokens)
+        if context.group is not None:
+            reasons = reasons + _rank_reasons(call)
+        for what, remedy in reasons:
             yield Finding(what, remedy, call.module, call.source)
+
+
+def _rank_reasons(call: MixerCall) -> list[Reason]:
+    form = call.target.rank_form
+    if form is None:
+        return [(f"{call.target.kind} has no context-parallel form", "pass cp_mesh=None")]
+    return form.inspect(call.arguments)
 
 
 def _graph_findings(graph_module: GraphModule) -> Iterator[Finding]:

@@ -15,7 +15,8 @@ def replace_mixers(graph_module: GraphModule, context: PassContext) -> PassRepor
     for call in context.checked_census.mixers:
         node, graph = call.node, call.node.graph
         with graph.inserting_before(node):
-            out = call.target.emit(graph, node, call.arguments, context.plan_of(node))
+            emit = context.form_of(call.target).emit
+            out = emit(graph, node, call.arguments, context.plan_of(node))
         out.meta = dict(node.meta)
         node.replace_all_uses_with(out)
         graph.erase_node(node)

@@ -8,7 +8,7 @@ so parameters are always the live ones.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +25,10 @@ from prefix_rewrite.mixers.attention import ATTENTION_NAME, attention_seam
 from prefix_rewrite.model_checks import attention_configs, attention_findings, model_findings
 from prefix_rewrite.passes.context import Census, PassContext
 from prefix_rewrite.passes.pipeline import rewrite
-from prefix_rewrite.plan import Planner
 from prefix_rewrite.seams import install_seams, tracing_for_us
+from prefix_rewrite.segments import IntArray
+
+Planners = tuple[Callable[[Any], Mapping[str, IntArray]], ...]
 
 
 class _NotPlanned(Exception):
@@ -38,16 +40,24 @@ class CapturedModel:
 
     Attributes:
         census: what the graph captured last holds.
-        planners: what its ops must know of a forest.
+        planners: what its ops must know of a forest, or of a rank's share of it.
     """
 
-    def __init__(self, model: nn.Module, *, backend: str | Callable[..., Any], mtp: str):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        backend: str | Callable[..., Any],
+        mtp: str,
+        group: str | None = None,
+    ):
         self.model = model
+        self.group = group
         self.backend = backend
         self.mtp = mtp
         self.census: Census | None = None
-        self.planners: tuple[Planner, ...] = ()
-        self._planned: tuple[Planner, ...] | None = None
+        self.planners: Planners = ()
+        self._planned: Planners | None = None
         self._lock = threading.RLock()
         install_seams(model)
         self._configs = list(attention_configs(model))
@@ -66,13 +76,15 @@ class CapturedModel:
         """
         self._findings = model_findings(self.model)
         device = next(self.model.parameters()).device
-        self._run(_example_layout(device), None, torch.ones(1, device=device), False, False)
+        self._run(
+            _example_layout(device, self.group), None, torch.ones(1, device=device), False, False
+        )
         assert self.census is not None, "a run must capture"
         return self.census
 
     def __call__(
         self,
-        layout_for: Callable[[tuple[Planner, ...]], Layout],
+        layout_for: Callable[[Planners], Layout],
         temperature: Tensor,
         *,
         entropy: bool,
@@ -88,7 +100,7 @@ class CapturedModel:
     def _run(
         self,
         layout: Layout,
-        planned: tuple[Planner, ...] | None,
+        planned: Planners | None,
         temperature: Tensor,
         entropy: bool,
         logits: bool,
@@ -107,8 +119,7 @@ class CapturedModel:
                     return self._compiled(
                         layout.input_ids,
                         layout.position_ids,
-                        layout.host_plan,
-                        layout.device_plan,
+                        layout.plan,
                         layout.edge_source,
                         layout.edge_row,
                         layout.edge_target,
@@ -126,10 +137,11 @@ class CapturedModel:
             raise UnsupportedModelError(findings)
 
     def _compile_graph(self, graph_module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        context = PassContext(str(self.backend), self.mtp, self._findings)
+        context = PassContext(str(self.backend), self.mtp, self._findings, self.group)
         rewritten = rewrite(graph_module, context)
         census = self.census = context.checked_census
-        needed = tuple(dict.fromkeys(call.target.planner for call in census.mixers))
+        forms = (context.form_of(call.target) for call in census.mixers)
+        needed = tuple(dict.fromkeys(form.planner for form in forms))
         self.planners = tuple(dict.fromkeys((*self.planners, *needed)))
         run = self._lower(rewritten, inputs)
 
@@ -146,8 +158,10 @@ class CapturedModel:
         return torch._dynamo.lookup_backend(self.backend)(graph_module, inputs)
 
 
-def _example_layout(device: torch.device) -> Layout:
+def _example_layout(device: torch.device, group: str | None) -> Layout:
     """Lengths that differ from each other and from 0 and 1, so that each gets its own symbol."""
+
+    lengths = (23,) if group is None else (23, 37, 17, 19)
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -155,8 +169,7 @@ def _example_layout(device: torch.device) -> Layout:
     return Layout(
         input_ids=zeros(1, 11),
         position_ids=torch.arange(11, device=device)[None],
-        host_plan=torch.zeros(29, dtype=torch.int64),
-        device_plan=zeros(23),
+        plan=(torch.zeros(29, dtype=torch.int64), *(zeros(n) for n in lengths)),
         edge_source=zeros(3),
         edge_row=zeros(5),
         edge_target=zeros(5),

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from prefix_rewrite.capture import CapturedModel
+from prefix_rewrite.capture import CapturedModel, Planners
+from prefix_rewrite.distributed.context_group import ContextGroup, forest_bytes
+from prefix_rewrite.distributed.rank_layout import build_rank_layout
 from prefix_rewrite.errors import Finding, PrefixRewriteError, UnsupportedModelError
 from prefix_rewrite.forest import PrefixForest
 from prefix_rewrite.layout import Layout, build_layout
 from prefix_rewrite.output import ForestOutput
-from prefix_rewrite.plan import Planner
 
 _OPTIONS = ("temperature", "entropy", "logits")
 
@@ -40,7 +43,9 @@ def prefix_compile(
             `logits` or first element they are) out.
         backend: what runs the rewritten graph: 'eager', 'aot_eager', 'inductor' or any backend
             `torch.compile` takes.
-        cp_mesh: device mesh of the context-parallel group.
+        cp_mesh: one-dimensional device mesh of the context-parallel group. Every rank is given
+            the same forest, gets all results, computes the same loss and calls `backward()`;
+            then `compiled.sync_gradients()` leaves the full gradient on every rank.
         mtp: 'reject' a head that predicts further ahead, or 'bypass' it: train without it.
 
     Raises:
@@ -51,12 +56,32 @@ def prefix_compile(
         raise PrefixRewriteError(f"model must be an nn.Module, got {type(model).__name__}")
     if mtp not in ("reject", "bypass"):
         raise PrefixRewriteError(f"mtp must be 'reject' or 'bypass', got {mtp!r}")
-    if cp_mesh is not None:
-        raise PrefixRewriteError("context parallel is not supported yet; pass cp_mesh=None")
     if isinstance(model, _ForestModel):
         model = model._prefix_rewrite_runner.captured.model
-    runner = _Runner(model, {"backend": backend, "mtp": mtp})
+    runner = _Runner(model, {"backend": backend, "cp_mesh": cp_mesh, "mtp": mtp})
     return _share(model, runner)
+
+
+def compiled_runner(compiled: nn.Module) -> _Runner:
+    """Return what runs a compiled model's forests.
+
+    Raises:
+        PrefixRewriteError: the model was not compiled.
+    """
+    if not isinstance(compiled, _ForestModel):
+        kind = type(compiled).__name__
+        raise PrefixRewriteError(f"needs a model from prefix_compile, got an ordinary {kind}")
+    return compiled._prefix_rewrite_runner
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A forest, checked and laid out, and what is asked of it."""
+
+    forest: PrefixForest
+    temperature: float
+    entropy: bool
+    logits: bool
 
 
 class _Runner:
@@ -64,44 +89,66 @@ class _Runner:
 
     def __init__(self, model: nn.Module, options: dict[str, Any]):
         self.options = options
-        self.captured = CapturedModel(model, **options)
+        capture = {name: value for name, value in options.items() if name != "cp_mesh"}
+        mesh = options["cp_mesh"]
+        self.group = None if mesh is None else ContextGroup(mesh)
+        name = None if self.group is None else self.group.name
+        self.captured = CapturedModel(model, group=name, **capture)
         self.captured.capture()
         self._layouts: WeakKeyDictionary[PrefixForest, dict[Any, Layout]] = WeakKeyDictionary()
 
-    def run(
-        self,
-        forest: PrefixForest,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        logits: bool = False,
-    ) -> ForestOutput:
-        if not temperature > 0:
-            raise PrefixRewriteError(f"temperature must be above 0, got {temperature}")
+    def run(self, *args: Any, **kwargs: Any) -> ForestOutput:
         device = next(self.captured.model.parameters()).device
+
+        def prepare() -> _Call:
+            call = _read_call(*args, **kwargs)
+            self._layout(call.forest, self.captured.planners, device)
+            return call
+
+        call = self.group.agree(prepare, self._state, device) if self.group else prepare()
+        forest = call.forest
         logprobs, entropies, rows = self.captured(
             lambda planners: self._layout(forest, planners, device),
-            torch.tensor([temperature], dtype=torch.float32, device=device),
-            entropy=bool(entropy),
-            logits=bool(logits),
+            torch.tensor([call.temperature], dtype=torch.float32, device=device),
+            entropy=call.entropy,
+            logits=call.logits,
         )
         layout = self._layout(forest, self.captured.planners, device)
-        own = slice(0, layout.num_edges)
         return ForestOutput(
             forest=forest,
-            logprobs=logprobs[own],
-            entropy=entropies[own] if entropy else None,
-            logits=rows[0].index_select(0, layout.edge_row[own]) if logits else None,
+            logprobs=self._all_edges(logprobs, layout),
+            entropy=self._all_edges(entropies, layout) if call.entropy else None,
+            logits=self._all_edges(rows[0].index_select(0, layout.edge_row), layout)
+            if call.logits
+            else None,
         )
 
-    def _layout(
-        self, forest: PrefixForest, planners: tuple[Planner, ...], device: torch.device
-    ) -> Layout:
+    def sync_gradients(self) -> None:
+        if self.group is not None:
+            self.group.sum_gradients(self.captured.model.parameters())
+
+    def _all_edges(self, per_edge: Tensor, layout: Layout) -> Tensor:
+        """Drop filler; with context parallel, gather what the other ranks own."""
+        own = per_edge[: layout.num_edges]
+        if self.group is None or layout.edge_order is None:
+            return own
+        return self.group.in_callers_order(own, layout.edge_order)
+
+    def _state(self, call: _Call) -> bytes:
+        """All that the ranks of a group must have in common."""
+        options = (call.temperature, call.entropy, call.logits, torch.is_grad_enabled())
+        modes = [module.training for module in self.captured.model.modules()]
+        return forest_bytes(call.forest) + repr((options, modes)).encode()
+
+    def _layout(self, forest: PrefixForest, planners: Planners, device: torch.device) -> Layout:
         census = self.captured.census
         assert census is not None, "the model is captured when it is wrapped"
         layouts = self._layouts.setdefault(forest, {})
         if (planners, device) not in layouts:
-            layouts[planners, device] = build_layout(
+            build = build_layout
+            if self.group is not None:
+                build = partial(build_rank_layout, rank=self.group.rank, num_ranks=self.group.size)
+            layouts[planners, device] = build(
                 forest,
                 planners,
                 device,
@@ -122,8 +169,15 @@ class _ForestModel:
         if not any(isinstance(value, PrefixForest) for value in given):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         # Hooks run on the inner model, inside the graph, not a second time out here.
-        forest, options = _read_call(*args, **kwargs)
-        return self._prefix_rewrite_runner.run(forest, **options)
+        return self._prefix_rewrite_runner.run(*args, **kwargs)
+
+    def sync_gradients(self) -> None:
+        """Add up the gradients of the context-parallel group's ranks; nothing without a group.
+
+        Call it once a step, after the last `backward()`; not under DDP or FSDP over the group's
+        ranks, which reduce gradients themselves.
+        """
+        self._prefix_rewrite_runner.sync_gradients()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         runner = self._prefix_rewrite_runner
@@ -139,8 +193,13 @@ def _restore(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     return prefix_compile(model, **options)
 
 
-def _read_call(*args: Any, **kwargs: Any) -> tuple[PrefixForest, dict[str, Any]]:
-    """Accept `(forest, temperature=, entropy=, logits=)` and name everything else given."""
+def _read_call(*args: Any, **kwargs: Any) -> _Call:
+    """Accept `(forest, temperature=, entropy=, logits=)` and name everything else given.
+
+    Raises:
+        UnsupportedModelError: something else was given.
+        PrefixRewriteError: the temperature is not above 0.
+    """
     forest, *rest = args if args else (kwargs.pop("forest", None),)
     unknown = [
         name for name, value in kwargs.items() if name not in _OPTIONS and value is not None
@@ -158,7 +217,11 @@ def _read_call(*args: Any, **kwargs: Any) -> tuple[PrefixForest, dict[str, Any]]
                 for name in unknown
             ]
         )
-    return forest, {name: kwargs[name] for name in _OPTIONS if name in kwargs}
+    temperature = kwargs.get("temperature", 1.0)
+    if not temperature > 0:
+        raise PrefixRewriteError(f"temperature must be above 0, got {temperature}")
+    wanted = (bool(kwargs.get(name, False)) for name in ("entropy", "logits"))
+    return _Call(forest, temperature, *wanted)
 
 
 def _share(model: nn.Module, runner: _Runner) -> nn.Module:

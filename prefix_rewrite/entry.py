@@ -29,8 +29,8 @@ def _project_fake(
 
 leaf_bind = define_leaf(
     "leaf_bind",
-    "(Tensor input_ids, Tensor host_plan, Tensor device_plan) -> Tensor",
-    lambda input_ids, host_plan, device_plan: torch.empty_like(input_ids),
+    "(Tensor input_ids, Tensor[] plan) -> Tensor",
+    lambda input_ids, plan: torch.empty_like(input_ids),
 )
 leaf_project = define_leaf(
     "leaf_project",
@@ -52,8 +52,7 @@ def make_entry(model: nn.Module) -> Callable[..., GraphOutput]:
     def entry(
         input_ids: Tensor,
         position_ids: Tensor,
-        host_plan: Tensor,
-        device_plan: Tensor,
+        plan: tuple[Tensor, ...],
         edge_source: Tensor,
         edge_row: Tensor,
         edge_target: Tensor,
@@ -61,7 +60,7 @@ def make_entry(model: nn.Module) -> Callable[..., GraphOutput]:
         entropy: bool,
         logits_wanted: bool,
     ) -> GraphOutput:
-        arguments = {ids_name: leaf_bind(input_ids, host_plan, device_plan), **constants}
+        arguments = {ids_name: leaf_bind(input_ids, plan), **constants}
         if takes_positions:
             arguments["position_ids"] = position_ids
         logits, others = _split_output(forward(**arguments))
@@ -72,6 +71,15 @@ def make_entry(model: nn.Module) -> Callable[..., GraphOutput]:
     # Dynamo keeps its cache by code object; a copy gives each model a cache of its own.
     entry.__code__ = entry.__code__.replace()
     return entry
+
+
+def forward_row(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Run the untouched model on one unpadded row, ids [1,N], without a cache: logits [1,N,V]."""
+    ids_name, takes_positions, constants = _forward_arguments(model)
+    arguments = {ids_name: input_ids, **constants}
+    if takes_positions:
+        arguments["position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    return _split_output(model(**arguments))[0]
 
 
 def _forward_arguments(model: Any) -> tuple[str, bool, dict[str, Any]]:

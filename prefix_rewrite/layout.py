@@ -1,6 +1,7 @@
 """The layout: the tensors by which a rewritten graph knows its forest.
 
-Shapes: T physical tokens, E sampled edges, R distinct edge sources.
+Shapes: T physical tokens, E sampled edges, R distinct edge sources; with context parallel, those
+of one rank.
 """
 
 from __future__ import annotations
@@ -15,61 +16,49 @@ from torch import Tensor
 from prefix_rewrite.errors import LayoutError
 from prefix_rewrite.forest import PrefixForest
 from prefix_rewrite.plan import Planner, pack_plan
-from prefix_rewrite.segments import IntArray, SegmentTable
+from prefix_rewrite.segments import MIN_LENGTH, IntArray, with_filler
 
-# A compiler specialises on lengths of 0 and 1. Filler tokens and edges keep every length at 2 or
-# more; no filler edge reaches the result, so filler gets exactly no gradient.
-_MIN_LENGTH = 2
+
+@dataclass(frozen=True)
+class EdgeOrder:
+    """How the edges of all ranks make up the caller's.
+
+    Attributes:
+        counts: edges of each rank.
+        place: [all E] where each edge is in the ranks' results, one rank after the other.
+    """
+
+    counts: list[int]
+    place: Tensor
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One forest on one device, for one set of ops.
+    """One forest, or a rank's share of it, on one device, for one set of ops.
+
+    Filler tokens and edges keep every length at `MIN_LENGTH` or more; no filler edge reaches the
+    result, so filler gets exactly no gradient.
 
     Attributes:
         input_ids: [1, T] int64.
         position_ids: [1, T] int64, the depth of each token.
-        host_plan, device_plan: the ops' plans, see `plan.py`.
+        plan: the ops' packed plan, `host_plan` and `device_plan` of `plan.py`; with context
+            parallel, the tensors of `RankPlan`.
         edge_source: [R] int64 distinct physical tokens that an edge starts from.
         edge_row: [E] int64 index into `edge_source` of each edge.
         edge_target: [E] int64 sampled token id of each edge.
         num_edges: edges that belong to the forest; the rest is filler.
+        edge_order: with context parallel, where the ranks' edges go.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    host_plan: Tensor
-    device_plan: Tensor
+    plan: tuple[Tensor, ...]
     edge_source: Tensor
     edge_row: Tensor
     edge_target: Tensor
     num_edges: int
-
-
-def _pad(values: IntArray, fill: int = 0) -> IntArray:
-    missing = max(0, _MIN_LENGTH - len(values))
-    return np.concatenate([values, np.full(missing, fill, dtype=np.int64)])
-
-
-def _pad_segments(segments: SegmentTable) -> SegmentTable:
-    """Append one-token roots until there are enough tokens."""
-    missing = max(0, _MIN_LENGTH - segments.num_tokens)
-    if not missing:
-        return segments
-    parent = [*segments.parent.tolist(), *[-1] * missing]
-    return SegmentTable.from_parents(parent, [*segments.length.tolist(), *[1] * missing])
-
-
-def _check_ids(forest: PrefixForest, num_embeddings: int, vocab_size: int) -> None:
-    for kind, ids, size in (
-        ("token", forest.token_ids, num_embeddings),
-        ("sampled", forest.edges.target, vocab_size),
-    ):
-        if len(ids) and int(ids.max()) >= size:
-            raise LayoutError(
-                f"every {kind} id must be below the model's vocabulary of {size}, "
-                f"got {int(ids.max())}; check that model and calls use one tokenizer"
-            )
+    edge_order: EdgeOrder | None = None
 
 
 def build_layout(
@@ -85,24 +74,65 @@ def build_layout(
     Raises:
         LayoutError: a token id does not exist in the model's vocabulary.
     """
-    _check_ids(forest, num_embeddings, vocab_size)
-    segments = _pad_segments(forest.segments)
+    check_ids(forest, num_embeddings, vocab_size)
+    segments = with_filler(forest.segments)
     fields: dict[str, IntArray] = {}
     for planner in planners:
         fields.update(planner(segments))
-    host_plan, device_plan = pack_plan(fields, device)
-    sources, rows = np.unique(forest.edges.source, return_inverse=True)
-
-    def put(values: IntArray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device)
-
-    return Layout(
-        input_ids=put(_pad(forest.token_ids))[None],
-        position_ids=put(segments.position_ids)[None],
-        host_plan=host_plan,
-        device_plan=device_plan,
-        edge_source=put(_pad(sources)),
-        edge_row=put(_pad(rows)),
-        edge_target=put(_pad(forest.edges.target)),
-        num_edges=forest.num_edges,
+    return lay_out(
+        token_ids=forest.token_ids,
+        position_ids=forest.segments.position_ids,
+        plan=pack_plan(fields, device),
+        source=forest.edges.source,
+        target=forest.edges.target,
+        device=device,
     )
+
+
+def lay_out(
+    *,
+    token_ids: IntArray,
+    position_ids: IntArray,
+    plan: tuple[Tensor, ...],
+    source: IntArray,
+    target: IntArray,
+    device: torch.device | str,
+    edge_order: EdgeOrder | None = None,
+) -> Layout:
+    """Pad, and move to the device: tokens [T], edges [E]."""
+    sources, rows = np.unique(source, return_inverse=True)
+    return Layout(
+        input_ids=to_device(_pad(token_ids), device)[None],
+        position_ids=to_device(_pad(position_ids), device)[None],
+        plan=plan,
+        edge_source=to_device(_pad(sources), device),
+        edge_row=to_device(_pad(rows), device),
+        edge_target=to_device(_pad(target), device),
+        num_edges=len(target),
+        edge_order=edge_order,
+    )
+
+
+def check_ids(forest: PrefixForest, num_embeddings: int, vocab_size: int) -> None:
+    """Check that the model has the forest's token ids.
+
+    Raises:
+        LayoutError: it has not.
+    """
+    for kind, ids, size in (
+        ("token", forest.token_ids, num_embeddings),
+        ("sampled", forest.edges.target, vocab_size),
+    ):
+        if len(ids) and int(ids.max()) >= size:
+            raise LayoutError(
+                f"every {kind} id must be below the model's vocabulary of {size}, "
+                f"got {int(ids.max())}; check that model and calls use one tokenizer"
+            )
+
+
+def to_device(values: IntArray, device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device)
+
+
+def _pad(values: IntArray) -> IntArray:
+    return np.pad(values, (0, max(0, MIN_LENGTH - len(values))))

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from prefix_rewrite.distributed.mixers import cp_tree_attention, plan_attention_share
 from prefix_rewrite.mixers.base import (
     Call,
+    RankForm,
     Reason,
     Signature,
     Target,
@@ -116,12 +118,23 @@ def _inspect_shapes(call: Call, tokens: Any) -> list[Reason]:
     return reasons
 
 
-def _emit(graph: Graph, node: Node, call: Call, plan: tuple[Node, Node]) -> Node:
-    """A leaf call returns [1,T,H,D], as tree attention does; SDPA returns [1,H,T,D]."""
+def _emit(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
+    arguments = (call["q"], call["k"], call["v"], *plan, _scale(call))
+    return _as_called(graph, node, graph.call_function(tree_attention, arguments))
+
+
+def _emit_rank(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
+    arguments = (call["q"], call["k"], call["v"], _scale(call), *plan)
+    return _as_called(graph, node, graph.call_function(cp_tree_attention, arguments))
+
+
+def _scale(call: Call) -> Any:
     scale = call["scale"]
-    if scale is None:
-        scale = int(shape_of(call["q"])[-1]) ** -0.5
-    out = graph.call_function(tree_attention, (call["q"], call["k"], call["v"], *plan, scale))
+    return int(shape_of(call["q"])[-1]) ** -0.5 if scale is None else scale
+
+
+def _as_called(graph: Graph, node: Node, out: Node) -> Node:
+    """A leaf call returns [1,T,H,D], as tree attention does; SDPA returns [1,H,T,D]."""
     if node.target is leaf_attention:
         return out
     return graph.call_method("transpose", (out, 1, 2))
@@ -147,4 +160,5 @@ ATTENTION = Target(
     planner=plan_attention,
     inspect=_inspect,
     emit=_emit,
+    rank_form=RankForm(plan_attention_share, _emit_rank),
 )

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from prefix_rewrite.distributed.share import Share
 from prefix_rewrite.plan import Planner
+from prefix_rewrite.segments import IntArray
 
 Reason = tuple[str, str]  # what was met, what to do about it
 Call = dict[str, Any]  # a call's arguments by our names: nodes and constants
@@ -42,6 +44,24 @@ class Signature:
         return {name: given.get(name, self.defaults.get(name)) for name in self.names}
 
 
+Emit = Callable[[Graph, Node, Call, tuple[Any, ...]], Node]
+
+
+@dataclass(frozen=True)
+class RankForm:
+    """A mixer's context-parallel form: on one rank's rows, with collectives inside.
+
+    Attributes:
+        planner: what it must know of a rank's share of a forest.
+        emit: as the target's; the plan ends with the group's name.
+        inspect: further reasons why a call can't be run exactly.
+    """
+
+    planner: Callable[[Share], Mapping[str, IntArray]]
+    emit: Emit
+    inspect: Callable[[Call], list[Reason]] = lambda call: []
+
+
 @dataclass(frozen=True)
 class Target:
     """One kind of mixer.
@@ -56,14 +76,16 @@ class Target:
             the plan's placeholders; returns what stands for the node's result.
         seams: functions to stand in, while a graph is captured, for those that modeling files
             call by these names.
+        rank_form: its context-parallel form, None where it has none.
     """
 
     kind: str
     signatures: Mapping[Callable[..., Any], Signature]
     planner: Planner
     inspect: Callable[[Call, Any], list[Reason]]
-    emit: Callable[[Graph, Node, Call, tuple[Node, Node]], Node]
+    emit: Emit
     seams: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    rank_form: RankForm | None = None
 
 
 def define_leaf(name: str, schema: str, fake: Callable[..., Any]) -> Any:

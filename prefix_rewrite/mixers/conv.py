@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from prefix_rewrite.distributed.mixers import cp_tree_conv, plan_conv_share
+from prefix_rewrite.distributed.share import REACH
 from prefix_rewrite.mixers.base import (
     Call,
+    RankForm,
     Reason,
     Target,
     asked_for,
@@ -49,9 +52,23 @@ def _inspect(call: Call, tokens: Any) -> list[Reason]:
     return reasons
 
 
-def _emit(graph: Graph, node: Node, call: Call, plan: tuple[Node, Node]) -> Node:
+def _emit(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
     silu = call["activation"] != ""
     return graph.call_function(tree_conv, (call["x"], call["weight"], call["bias"], *plan, silu))
+
+
+def _emit_rank(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
+    silu = call["activation"] != ""
+    inputs = (call["x"], call["weight"], call["bias"])
+    return graph.call_function(cp_tree_conv, (*inputs, silu, *plan))
+
+
+def _inspect_rank(call: Call) -> list[Reason]:
+    taps = int(shape_of(call["weight"])[-1])
+    if taps <= REACH + 1:
+        return []
+    what = f"causal conv has {taps} taps, context parallel fetches rows for {REACH + 1}"
+    return [(what, "pass cp_mesh=None")]
 
 
 CONV = Target(
@@ -61,4 +78,5 @@ CONV = Target(
     inspect=_inspect,
     emit=_emit,
     seams={"causal_conv1d_fn": _conv_seam},
+    rank_form=RankForm(plan_conv_share, _emit_rank, _inspect_rank),
 )

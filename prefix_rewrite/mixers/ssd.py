@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from prefix_rewrite.distributed.mixers import cp_tree_ssd, plan_ssd_share
 from prefix_rewrite.mixers.base import (
     Call,
+    RankForm,
     Reason,
     Target,
     asked_for,
@@ -71,10 +73,20 @@ def _inspect(call: Call, tokens: Any) -> list[Reason]:
     return reasons
 
 
-def _emit(graph: Graph, node: Node, call: Call, plan: tuple[Node, Node]) -> Node:
-    tensors = (call[name] for name in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias"))
-    limits = (call["dt_softplus"], call["dt_min"], call["dt_max"])
-    return graph.call_function(tree_ssd, (*tensors, *plan, *limits))
+def _emit(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
+    return graph.call_function(tree_ssd, (*_tensors(call), *plan, *_limits(call)))
+
+
+def _emit_rank(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
+    return graph.call_function(cp_tree_ssd, (*_tensors(call), *_limits(call), *plan))
+
+
+def _tensors(call: Call) -> tuple[Any, ...]:
+    return tuple(call[name] for name in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias"))
+
+
+def _limits(call: Call) -> tuple[Any, ...]:
+    return call["dt_softplus"], call["dt_min"], call["dt_max"]
 
 
 SSD = Target(
@@ -87,4 +99,5 @@ SSD = Target(
         "mamba2_chunk_scan": _ssd_seam,
         "mamba2_split_conv1d_scan_combined": no_fused_kernel,
     },
+    rank_form=RankForm(plan_ssd_share, _emit_rank),
 )

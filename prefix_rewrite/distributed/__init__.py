@@ -1,0 +1,1 @@
+"""Context parallel: each rank of a group runs its share of a forest's tokens."""
