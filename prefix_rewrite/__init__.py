@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     )
     from prefix_rewrite.forest import PrefixForest
     from prefix_rewrite.output import ForestOutput
+    from prefix_rewrite.verification import verify
+    from prefix_rewrite.verification_report import VerifyReport
 
 # Loaded on first use: the forest half then needs no torch, and a pass module can come first.
 _HOMES = {
@@ -34,7 +36,9 @@ _HOMES = {
     "PrefixForest": "forest",
     "PrefixRewriteError": "errors",
     "UnsupportedModelError": "errors",
+    "VerifyReport": "verification_report",
     "prefix_compile": "compile",
+    "verify": "verification",
 }
 
 __all__ = [
@@ -46,7 +50,9 @@ __all__ = [
     "PrefixForest",
     "PrefixRewriteError",
     "UnsupportedModelError",
+    "VerifyReport",
     "prefix_compile",
+    "verify",
 ]
 
 
