@@ -1,4 +1,4 @@
-"""Partitions and shares: who owns what, what is fetched, and the plans made of it. No processes."""
+"""Partitions and shares: who owns what, what is fetched, and the plans made of it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 from forests import SHAPES, calls_of
 
 from prefix_rewrite import PrefixForest
-from prefix_rewrite.distributed.mixers import plan_attention_share, plan_conv_share
 from prefix_rewrite.distributed.partition import Partition, deal_tiles, partition_tokens
+from prefix_rewrite.distributed.rank_attention import plan_attention_share
+from prefix_rewrite.distributed.rank_conv import plan_conv_share
 from prefix_rewrite.distributed.share import REACH, Share, induced_forest
-from prefix_rewrite.order import heavy_first_order
 from prefix_rewrite.ops.tree_attention import tree_attention
 from prefix_rewrite.ops.tree_attention.reference import tree_attention_reference
 from prefix_rewrite.ops.tree_conv import tree_conv
 from prefix_rewrite.ops.tree_conv.reference import tree_conv_reference
+from prefix_rewrite.order import heavy_first_order
 from prefix_rewrite.plan import pack_plan
 from prefix_rewrite.segments import SegmentTable
 

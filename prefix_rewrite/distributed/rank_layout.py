@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from prefix_rewrite.distributed.mixers import SharePlanner, plan_collectives
 from prefix_rewrite.distributed.partition import partition_tokens
-from prefix_rewrite.distributed.share import Share
+from prefix_rewrite.distributed.rank_plan import plan_collectives
+from prefix_rewrite.distributed.share import Share, SharePlanner
 from prefix_rewrite.forest import PrefixForest
 from prefix_rewrite.layout import EdgeOrder, Layout, check_ids, lay_out, to_device
 from prefix_rewrite.plan import pack_plan

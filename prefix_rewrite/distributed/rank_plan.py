@@ -1,4 +1,4 @@
-"""The plan of one rank as a graph passes it to a mixer's context-parallel form.
+"""The plan of one rank, as a graph passes it to the mixers' context-parallel forms.
 
 Shapes: T physical tokens, L rows of this rank, F rows fetched, C columns; H of a head-like
 dimension.
@@ -6,21 +6,37 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from prefix_rewrite.distributed.collectives import (
+    COUNTS,
+    RECEIVE_COUNTS,
+    SEND_COUNTS,
+    SEND_ROWS,
     fetch_rows,
     group_rank,
     group_size,
     to_columns,
     to_rows,
 )
+from prefix_rewrite.distributed.share import Share
+from prefix_rewrite.segments import IntArray
 
 Bounds = list[tuple[int, int]]
+
+
+def plan_collectives(share: Share) -> Mapping[str, IntArray]:
+    """Plan what every rank sends and receives."""
+    fields = {COUNTS: share.counts}
+    for kind, fetch in (("ancestors", share.ancestors), ("near", share.near)):
+        fields[SEND_ROWS[kind]] = fetch.send_rows
+        fields[SEND_COUNTS[kind]] = fetch.send_counts
+        fields[RECEIVE_COUNTS[kind]] = fetch.receive_counts
+    return fields
 
 
 class RankPlan(NamedTuple):

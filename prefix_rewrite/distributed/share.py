@@ -10,7 +10,7 @@ fetched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -121,6 +121,9 @@ class Share:
             send_counts=np.asarray([len(rows) for rows in sends], dtype=np.int64),
             receive_counts=np.bincount(owner[tokens], minlength=num_ranks),
         )
+
+
+SharePlanner = Callable[[Share], Mapping[str, IntArray]]
 
 
 def seen_by(segments: SegmentTable, tokens: IntArray) -> BoolArray:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from prefix_rewrite.distributed.mixers import cp_tree_attention, plan_attention_share
+from prefix_rewrite.distributed.rank_attention import cp_tree_attention, plan_attention_share
 from prefix_rewrite.mixers.base import (
     Call,
     RankForm,

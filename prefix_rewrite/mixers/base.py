@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from prefix_rewrite.distributed.share import Share
+from prefix_rewrite.distributed.share import SharePlanner
 from prefix_rewrite.plan import Planner
-from prefix_rewrite.segments import IntArray
 
 Reason = tuple[str, str]  # what was met, what to do about it
 Call = dict[str, Any]  # a call's arguments by our names: nodes and constants
@@ -57,7 +56,7 @@ class RankForm:
         inspect: further reasons why a call can't be run exactly.
     """
 
-    planner: Callable[[Share], Mapping[str, IntArray]]
+    planner: SharePlanner
     emit: Emit
     inspect: Callable[[Call], list[Reason]] = lambda call: []
 

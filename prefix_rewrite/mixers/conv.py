@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from prefix_rewrite.distributed.mixers import cp_tree_conv, plan_conv_share
+from prefix_rewrite.distributed.rank_conv import cp_tree_conv, plan_conv_share
 from prefix_rewrite.distributed.share import REACH
 from prefix_rewrite.mixers.base import (
     Call,

@@ -10,8 +10,14 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from prefix_rewrite.distributed.rank_scans import (
+    cp_tree_delta_rule,
+    plan_channel_delta_rule_share,
+    plan_delta_rule_share,
+)
 from prefix_rewrite.mixers.base import (
     Call,
+    RankForm,
     Reason,
     Target,
     asked_for,
@@ -61,9 +67,16 @@ def _inspect(call: Call, tokens: Any) -> list[Reason]:
     return reasons
 
 
-def _emit(graph: Graph, node: Node, call: Call, plan: tuple[Node, Node]) -> Node:
-    tensors = (call[name] for name in ("q", "k", "v", "g", "beta"))
-    return graph.call_function(tree_delta_rule, (*tensors, *plan, call["normalise"]))
+def _emit(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
+    return graph.call_function(tree_delta_rule, (*_tensors(call), *plan, call["normalise"]))
+
+
+def _emit_rank(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
+    return graph.call_function(cp_tree_delta_rule, (*_tensors(call), call["normalise"], *plan))
+
+
+def _tensors(call: Call) -> tuple[Any, ...]:
+    return tuple(call[name] for name in ("q", "k", "v", "g", "beta"))
 
 
 DELTA_RULE = Target(
@@ -73,6 +86,7 @@ DELTA_RULE = Target(
     inspect=_inspect,
     emit=_emit,
     seams={"torch_chunk_gated_delta_rule": _delta_rule_seam},
+    rank_form=RankForm(plan_delta_rule_share, _emit_rank),
 )
 
 CHANNEL_DELTA_RULE = Target(
@@ -82,4 +96,5 @@ CHANNEL_DELTA_RULE = Target(
     inspect=_inspect,
     emit=_emit,
     seams={"chunk_kimi_delta_attention": _delta_rule_seam},
+    rank_form=RankForm(plan_channel_delta_rule_share, _emit_rank),
 )

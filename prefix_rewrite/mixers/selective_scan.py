@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from prefix_rewrite.distributed.rank_scans import (
+    cp_tree_selective_scan,
+    plan_selective_scan_share,
+)
 from prefix_rewrite.mixers.base import (
     Call,
+    RankForm,
     Reason,
     Target,
     asked_for,
@@ -69,9 +74,18 @@ def _inspect(call: Call, tokens: Any) -> list[Reason]:
     return reasons
 
 
-def _emit(graph: Graph, node: Node, call: Call, plan: tuple[Node, Node]) -> Node:
-    tensors = (call[name] for name in ("u", "dt", "A", "B", "C", "D", "z", "dt_bias"))
-    return graph.call_function(tree_selective_scan, (*tensors, *plan, call["dt_softplus"]))
+def _emit(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
+    arguments = (*_tensors(call), *plan, call["dt_softplus"])
+    return graph.call_function(tree_selective_scan, arguments)
+
+
+def _emit_rank(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
+    arguments = (*_tensors(call), call["dt_softplus"], *plan)
+    return graph.call_function(cp_tree_selective_scan, arguments)
+
+
+def _tensors(call: Call) -> tuple[Any, ...]:
+    return tuple(call[name] for name in ("u", "dt", "A", "B", "C", "D", "z", "dt_bias"))
 
 
 SELECTIVE_SCAN = Target(
@@ -81,4 +95,5 @@ SELECTIVE_SCAN = Target(
     inspect=_inspect,
     emit=_emit,
     seams={"mamba_selective_scan": _selective_scan_seam, "mamba_inner_fn": no_fused_kernel},
+    rank_form=RankForm(plan_selective_scan_share, _emit_rank),
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from prefix_rewrite.distributed.mixers import cp_tree_ssd, plan_ssd_share
+from prefix_rewrite.distributed.rank_scans import cp_tree_ssd, plan_ssd_share
 from prefix_rewrite.mixers.base import (
     Call,
     RankForm,
