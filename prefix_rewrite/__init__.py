@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         PrefixRewriteError,
         UnsupportedModelError,
     )
+    from prefix_rewrite.explanation import ModelReport, explain
     from prefix_rewrite.forest import PrefixForest
     from prefix_rewrite.output import ForestOutput
     from prefix_rewrite.verification import verify
@@ -33,10 +34,12 @@ _HOMES = {
     "ForestError": "errors",
     "ForestOutput": "output",
     "LayoutError": "errors",
+    "ModelReport": "explanation",
     "PrefixForest": "forest",
     "PrefixRewriteError": "errors",
     "UnsupportedModelError": "errors",
     "VerifyReport": "verification_report",
+    "explain": "explanation",
     "prefix_compile": "compile",
     "verify": "verification",
 }
@@ -47,10 +50,12 @@ __all__ = [
     "ForestError",
     "ForestOutput",
     "LayoutError",
+    "ModelReport",
     "PrefixForest",
     "PrefixRewriteError",
     "UnsupportedModelError",
     "VerifyReport",
+    "explain",
     "prefix_compile",
     "verify",
 ]

@@ -8,7 +8,8 @@ so parameters are always the live ones.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +42,8 @@ class CapturedModel:
     Attributes:
         census: what the graph captured last holds.
         planners: what its ops must know of a forest, or of a rank's share of it.
+        context: what the passes found in it, also where they refused it.
+        guards: what makes Dynamo capture again, counted by kind.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class CapturedModel:
         self.mtp = mtp
         self.census: Census | None = None
         self.planners: Planners = ()
+        self.context: PassContext | None = None
+        self.guards: Counter[str] = Counter()
         self._planned: Planners | None = None
         self._lock = threading.RLock()
         install_seams(model)
@@ -65,7 +70,11 @@ class CapturedModel:
         if self._configs:
             _register_attention()
         self._compiled = torch.compile(
-            make_entry(model), backend=self._compile_graph, fullgraph=True, dynamic=True
+            make_entry(model),
+            backend=self._compile_graph,
+            fullgraph=True,
+            dynamic=True,
+            options={"guard_filter_fn": self._count_guards},
         )
 
     def capture(self) -> Census:
@@ -130,6 +139,11 @@ class CapturedModel:
             except _NotPlanned:
                 return None
 
+    def _count_guards(self, entries: Sequence[Any]) -> list[bool]:
+        """Every guard is kept; Dynamo only offers them for choice."""
+        self.guards = Counter(entry.guard_type for entry in entries)
+        return [True] * len(entries)
+
     def _check_attention(self) -> None:
         """The implementation may have been set again since the capture."""
         findings = attention_findings(self._configs)
@@ -138,6 +152,7 @@ class CapturedModel:
 
     def _compile_graph(self, graph_module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         context = PassContext(str(self.backend), self.mtp, self._findings, self.group)
+        self.context = context
         rewritten = rewrite(graph_module, context)
         census = self.census = context.checked_census
         forms = (context.form_of(call.target) for call in census.mixers)
