@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 from prefix_rewrite import prefix_compile
 
+# One of each way to build a model; every other family differs in its mixer alone.
+CORE_FAMILIES = ("llama", "qwen3", "mamba2", "bamba", "granitemoehybrid", "nemotron_h",
+                 "falcon_h1", "zamba2", "handwritten")  # fmt: skip
+
 # Wide enough for the agent calls that are run, and a size that nothing else in a model has.
 WIDE_VOCAB = 1499
 

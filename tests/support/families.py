@@ -133,10 +133,17 @@ class HandwrittenBlock(nn.Module):
 class Handwritten(nn.Module):
     """Embeddings with learned positions, blocks, a head; `forward` returns a plain tensor."""
 
-    def __init__(self, vocab_size: int = VOCAB, width: int = 32, heads: int = 4, layers: int = 2):
+    def __init__(
+        self,
+        vocab_size: int = VOCAB,
+        width: int = 32,
+        heads: int = 4,
+        layers: int = 2,
+        max_positions: int = 8192,
+    ):
         super().__init__()
         self.embed = nn.Embedding(vocab_size, width)
-        self.positions = nn.Embedding(8192, width)
+        self.positions = nn.Embedding(max_positions, width)
         self.blocks = nn.ModuleList(HandwrittenBlock(width, heads) for _ in range(layers))
         self.head = nn.Linear(width, vocab_size)
 
