@@ -1,0 +1,264 @@
+"""What each rank does in the context-parallel tests: `cp_worker.py SCENARIO [ARGUMENTS]`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from families import VOCAB, build_model
+from forests import SHAPES, Tree, calls_of
+from oracle import (
+    Result,
+    assert_equal_results,
+    edge_weights,
+    run_forest,
+    run_rows,
+    take_gradients,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from prefix_rewrite import CapturedCall, LayoutError, PrefixForest, prefix_compile
+from prefix_rewrite.distributed.rank_layout import take_share
+from prefix_rewrite.errors import PrefixRewriteError
+
+SMALL: dict[str, list[Tree]] = {
+    "two_tokens": [(2, [])],
+    "three_roots": [(2, []), (1, []), (2, [])],
+    "seven_tokens": [(2, [(2, []), (1, [(1, []), (1, [])])])],
+    "thirteen_tokens": [(4, [(3, [(1, []), (1, [])]), (4, [])])],
+}
+EXACT = {"logprobs": 1e-10, "gradients": 1e-10}
+# Some of transformers' layers compute in fp32 whatever the model's dtype is; their weights'
+# gradients then depend on the order of summation.
+WITH_FP32_LAYERS = {"logprobs": 1e-10, "gradients": 1e-6}
+SINGLE = {"logprobs": 1e-5, "gradients": 1e-4}
+
+
+def forests() -> dict[str, PrefixForest]:
+    return {name: forest_of(trees) for name, trees in (SHAPES | SMALL).items()}
+
+
+def forest_of(trees: Sequence[Tree], seed: int = 0) -> PrefixForest:
+    return PrefixForest.from_calls(calls_of(trees, seed=seed))
+
+
+def run_ranks_forest(
+    compiled: Any, forest: PrefixForest, weights: Tensor | None = None, **options: Any
+) -> Result:
+    """As `run_forest`, with the gradients added up over the group."""
+    weights = edge_weights(forest.num_edges) if weights is None else weights
+    compiled.zero_grad()
+    out = compiled(forest, **options)
+    (out.logprobs * weights.to(out.logprobs)).sum().backward()
+    compiled.sync_gradients()
+    return Result(out.logprobs.detach(), take_gradients(compiled))
+
+
+def from_rank_0(make: Callable[[], Any]) -> Any:
+    """Make an object on rank 0, the one of a device alone, and give it to all."""
+    made = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made, src=0)
+    return made[0]
+
+
+def group_of(size: int) -> DeviceMesh:
+    return DeviceMesh("cpu", list(range(size)))
+
+
+def parity(family: str, dtype: str, *sizes: str) -> None:
+    """Groups of each size give what one device alone gives, on every forest."""
+    model = build_model(family, dtype=getattr(torch, dtype))
+    alone = from_rank_0(
+        lambda: {
+            name: run_forest(prefix_compile_once(model), forest)
+            for name, forest in forests().items()
+        }
+    )
+    bounds = EXACT if dtype == "float64" else SINGLE
+    if dtype == "float64" and family in ("qwen3_next",):
+        bounds = WITH_FP32_LAYERS
+    for size in map(int, sizes):
+        mesh = group_of(size)
+        if dist.get_rank() < size:
+            compiled = prefix_compile(model, cp_mesh=mesh)
+            for name, forest in forests().items():
+                got = run_ranks_forest(compiled, forest)
+                check(f"{name} on {size} ranks", got, alone[name], **bounds)
+        dist.barrier()
+
+
+_COMPILED: dict[int, nn.Module] = {}
+
+
+def prefix_compile_once(model: nn.Module) -> nn.Module:
+    if id(model) not in _COMPILED:
+        _COMPILED[id(model)] = prefix_compile(model)
+    return _COMPILED[id(model)]
+
+
+def check(name: str, got: Result, expected: Result, **bounds: float) -> None:
+    try:
+        assert_equal_results(got, expected, **bounds)
+    except AssertionError as error:
+        raise AssertionError(f"{name}: {error}") from None
+
+
+def crossings(family: str) -> None:
+    """Only the edges of rank 1 are weighted; all options; ranks without edges; no gradients."""
+    model = build_model(family, dtype=torch.float64)
+    alone = prefix_compile(model)
+    size = dist.get_world_size()
+    compiled = prefix_compile(model, cp_mesh=init_device_mesh("cpu", (size,)))
+    forest = forest_of(SHAPES["fork_in_chunk"])
+    owner = take_share(forest, 0, size).partition.owner
+    weights = edge_weights(forest.num_edges).clone()
+    weights[torch.from_numpy(owner[forest.edges.source] != 1)] = 0
+    assert set(owner[: forest.edges.source.min()]) >= {0, 1}, "no prefix on another rank"
+    got = run_ranks_forest(compiled, forest, weights)
+    check("edges of rank 1 only", got, run_forest(alone, forest, weights), **EXACT)
+
+    one_edge = PrefixForest.from_calls([CapturedCall(list(range(3, 20)), [5])])
+    check("one edge", run_ranks_forest(compiled, one_edge), run_forest(alone, one_edge), **EXACT)
+    no_edge = PrefixForest.from_calls([CapturedCall(list(range(3, 20)), [])])
+    assert compiled(no_edge).logprobs.shape == (0,)
+    compiled(no_edge).logprobs.sum().backward()
+    compiled.zero_grad()
+
+    with torch.no_grad():
+        options = {"temperature": 0.7, "entropy": True, "logits": True}
+        got, expected = compiled(forest, **options), alone(forest, **options)
+    for field in ("logprobs", "entropy", "logits"):
+        torch.testing.assert_close(
+            getattr(got, field), getattr(expected, field), rtol=0, atol=1e-10
+        )
+    for mine, reference in zip(got.per_call(), expected.per_call(), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=0, atol=1e-10)
+
+    order = edge_weights(forest.num_edges)
+    first, second = compiled(forest).logprobs, compiled(one_edge).logprobs  # two in flight
+    ((first * order).sum() + second.sum()).backward()
+    compiled.sync_gradients()
+    both = take_gradients(compiled)
+    loss = (alone(forest).logprobs * order).sum() + alone(one_edge).logprobs.sum()
+    loss.backward()
+    check(
+        "two forests in flight",
+        Result(first.detach(), both),
+        Result(first.detach(), take_gradients(model)),
+        **EXACT,
+    )
+
+
+def disagreements() -> None:
+    """Ranks that differ, or of which one fails, all raise; the group works on afterwards."""
+    rank = dist.get_rank()
+    model = build_model("llama")
+    compiled = prefix_compile(model, cp_mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    calls = calls_of(SHAPES["star"])
+    forest = PrefixForest.from_calls(calls)
+    changed = calls_of(SHAPES["star"])
+    ids = changed[0].token_ids.copy()
+    ids[-1] = 3 if ids[-1] != 3 else 4
+    changed[0] = CapturedCall(ids[: changed[0].num_tokens - 1], ids[-1:])
+    other = PrefixForest.from_calls(changed)
+    too_large = PrefixForest.from_calls([CapturedCall([3, VOCAB], [4])])
+    no_call: Any = forest if rank == 0 else 7
+
+    def expect(kind: type[Exception], text: str, given: Any, **options: Any) -> None:
+        try:
+            compiled(given, **options)
+        except kind as error:
+            assert text in str(error), f"rank {rank}: {error}"
+        else:
+            raise AssertionError(f"rank {rank} went on with {text!r}")
+
+    differs = "must be given the same forest"
+    expect(LayoutError, differs, forest if rank == 0 else other)
+    expect(LayoutError, differs, forest, temperature=1.0 + rank)
+    expect(LayoutError, differs, forest, entropy=rank == 1)
+    with torch.set_grad_enabled(rank == 0):
+        expect(LayoutError, differs, forest)
+    expect(
+        LayoutError,
+        f"below the model's vocabulary of {VOCAB}",
+        forest if rank == 0 else too_large,
+    )
+    expect(PrefixRewriteError, "temperature must be above 0", forest, temperature=float(1 - rank))
+    del no_call
+    got = run_ranks_forest(compiled, forest)
+    check("after errors", got, run_rows(model, calls), **SINGLE)
+
+
+def killed() -> None:
+    """Rank 1 dies before a forward; nobody must wait for it for ever."""
+    compiled = prefix_compile(
+        build_model("llama"), cp_mesh=init_device_mesh("cpu", (dist.get_world_size(),))
+    )
+    forest = forest_of(SHAPES["star"])
+    run_ranks_forest(compiled, forest)
+    if dist.get_rank() == 1:
+        os._exit(17)
+    run_ranks_forest(compiled, forest)
+    raise AssertionError("rank 0 went on alone")
+
+
+def ddp(family: str) -> None:
+    """DDP over a (dp, cp) mesh: the mean over all ranks of cp times the loss is the dp mean."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = build_model(family, dtype=torch.float64)
+    alone = prefix_compile(model)
+    names = ("star", "nested"), ("many_roots", "fork_in_conv")
+    mine = names[mesh["dp"].get_local_rank()]
+    compiled = DistributedDataParallel(prefix_compile(model, cp_mesh=mesh["cp"]))
+
+    def gradients(step: Callable[[PrefixForest], None], shapes: Sequence[str]) -> Result:
+        model.zero_grad()
+        for shape in shapes:
+            step(forest_of(SHAPES[shape]))
+        return Result(torch.empty(0), take_gradients(model))
+
+    def step_alone(forest: PrefixForest) -> None:
+        (alone(forest).logprobs * edge_weights(forest.num_edges)).sum().div(2).backward()
+
+    def step(forest: PrefixForest) -> None:
+        logprobs = compiled(forest).logprobs
+        (mesh["cp"].size() * (logprobs * edge_weights(forest.num_edges)).sum()).backward()
+
+    expected = gradients(step_alone, (names[0][0], names[1][0]))
+    check("DDP", gradients(step, mine[:1]), expected, **EXACT)
+
+    def step_unsynced(forest: PrefixForest) -> None:
+        with compiled.no_sync():
+            step(forest)
+
+    local = gradients(step_unsynced, mine[:1])
+    flat = torch.cat([g.flatten() for g in local.gradients.values() if g is not None])
+    every = [torch.empty_like(flat) for _ in range(4)]
+    dist.all_gather(every, flat)
+    assert not torch.equal(every[0], every[1]), "no_sync reduced gradients"
+
+    def accumulate() -> Result:
+        model.zero_grad()
+        step_unsynced(forest_of(SHAPES[mine[0]]))
+        step(forest_of(SHAPES[mine[1]]))
+        return Result(torch.empty(0), take_gradients(model))
+
+    expected = gradients(step_alone, (*names[0], *names[1]))
+    check("DDP after no_sync", accumulate(), expected, **EXACT)
+
+
+SCENARIOS = {f.__name__: f for f in (parity, crossings, disagreements, killed, ddp)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    SCENARIOS[sys.argv[1]](*sys.argv[2:])
+    dist.destroy_process_group()

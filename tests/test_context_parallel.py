@@ -1,0 +1,39 @@
+"""Context parallel on gloo: any number of ranks gives what one device gives."""
+
+from __future__ import annotations
+
+import pytest
+from launch import launch, run_ranks
+
+
+@pytest.mark.parametrize("family", ("llama", "bamba", "nemotron_h", "zamba2"))
+def test_one_to_four_ranks_equal_one_device_in_fp64(family):
+    run_ranks("cp_worker.py", "parity", family, "float64", "1", "2", "3", "4", num_ranks=4)
+
+
+@pytest.mark.parametrize("family", ("mamba", "qwen3_next", "lfm2"))
+def test_other_mixers_on_ranks_equal_one_device_in_fp64(family):
+    run_ranks("cp_worker.py", "parity", family, "float64", "3", num_ranks=3)
+
+
+def test_ranks_equal_one_device_in_fp32():
+    run_ranks("cp_worker.py", "parity", "bamba", "float32", "2", num_ranks=2)
+
+
+def test_what_crosses_ranks_gets_its_gradient():
+    run_ranks("cp_worker.py", "crossings", "bamba", num_ranks=2)
+
+
+def test_ranks_that_disagree_all_raise():
+    run_ranks("cp_worker.py", "disagreements", num_ranks=2)
+
+
+def test_a_killed_rank_ends_the_others():
+    code, output = launch("cp_worker.py", "killed", num_ranks=2, timeout=200)
+    assert code != 0
+    assert "exitcode  : 17" in output, output[-3000:]
+    assert "went on alone" not in output
+
+
+def test_ddp_over_data_and_context_ranks():
+    run_ranks("cp_worker.py", "ddp", "bamba", num_ranks=4)
