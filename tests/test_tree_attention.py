@@ -315,6 +315,23 @@ def test_result_has_the_dtype_of_v_and_gradients_that_of_their_inputs(backend: s
     assert [x.grad.dtype for x in inputs if x.grad is not None] == [x.dtype for x in inputs]
 
 
+def test_keys_without_a_query_are_attended_by_rectangles(backend: str) -> None:
+    """As on one of several ranks: the 9-token root's keys lie behind its leaves' own."""
+    segments = table("star")
+    leaf_tokens = segments.num_tokens - 9
+    inputs = qkv(segments.num_tokens)
+    squares = [[0, 0, 4, 0, 4, 1], [0, 4, 7, 4, 7, 1], [0, 7, 13, 7, 13, 1]]
+    blocks = np.array([*squares, [1, 0, 13, 13, 22, 1]])
+    moved = np.roll(np.arange(segments.num_tokens), -9)
+    plan = pack_plan({BLOCKS: blocks, SUBTREE_END: np.full(segments.num_tokens, 99)}, "cpu")
+    leaves = leaves_of(inputs)
+    q, k, v = (x[:, :, moved] for x in leaves)
+    out = tree_attention(q[:, :, :leaf_tokens], k, v, *plan, 0.3)
+    parents = segments.parent_token.tolist()
+    exact = tree_attention_reference(*leaves, parents, 0.3)[:, 9:]
+    assert_close(with_grads(out, leaves), with_grads(exact, leaves), 1e-12)
+
+
 # Strides.
 
 

@@ -38,12 +38,14 @@ def forward(
         )
         out, lse = _tokens(out), _tokens(lse)
         out_so_far, lse_so_far = out_TNP[block.q0 : block.q1], lse_TN[block.q0 : block.q1]
-        if block.on_diagonal:
-            out_so_far.copy_(out)
-            lse_so_far.copy_(lse)
-        else:
+        if not block.on_diagonal:
             out_so_far.lerp_(out, torch.sigmoid(lse - lse_so_far).unsqueeze(-1))
             torch.logaddexp(lse_so_far, lse, out=lse_so_far)
+        elif len(out) == num_tokens:
+            out_TNP, lse_TN = out, lse  # a lone chain is spared the copy
+        else:
+            out_so_far.copy_(out)
+            lse_so_far.copy_(lse)
     return out_TNP[..., : v_KTV.shape[-1]].contiguous(), lse_TN
 
 
@@ -85,12 +87,14 @@ def backward(
             attn_mask=_mask(block, end_T, q_NTD.dtype),
             scale=scale,
         )
-        for grad, share, side in zip(grads, shares, (q_side, k_side, k_side), strict=True):
-            here = grad[side[0] : side[1]]
-            if block.on_diagonal:
-                here.copy_(_tokens(share))
+        for i, (first, end, _) in enumerate((q_side, k_side, k_side)):
+            share, here = _tokens(shares[i]), grads[i][first:end]
+            if not block.on_diagonal:
+                here.add_(share)
+            elif len(share) == len(grads[i]):
+                grads[i] = share
             else:
-                here.add_(_tokens(share))
+                here.copy_(share)
     grad_q, grad_k, grad_v = grads
     dim, value_dim = q_NTD.shape[-1], v_KTV.shape[-1]
     return grad_q[..., :dim], grad_k[..., :dim], grad_v[..., :value_dim]
