@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from prefix_rewrite.explanation import ModelReport, explain
     from prefix_rewrite.forest import PrefixForest
     from prefix_rewrite.output import ForestOutput
+    from prefix_rewrite.targets import register_mixer
     from prefix_rewrite.verification import verify
     from prefix_rewrite.verification_report import VerifyReport
 
@@ -41,6 +42,7 @@ _HOMES = {
     "VerifyReport": "verification_report",
     "explain": "explanation",
     "prefix_compile": "compile",
+    "register_mixer": "targets",
     "verify": "verification",
 }
 
@@ -57,6 +59,7 @@ __all__ = [
     "VerifyReport",
     "explain",
     "prefix_compile",
+    "register_mixer",
     "verify",
 ]
 

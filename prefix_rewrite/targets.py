@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
+from prefix_rewrite.errors import PrefixRewriteError
 from prefix_rewrite.mixers.attention import ATTENTION
 from prefix_rewrite.mixers.base import Signature, Target
 from prefix_rewrite.mixers.conv import CONV
@@ -11,14 +12,39 @@ from prefix_rewrite.mixers.delta_rule import CHANNEL_DELTA_RULE, DELTA_RULE
 from prefix_rewrite.mixers.selective_scan import SELECTIVE_SCAN
 from prefix_rewrite.mixers.ssd import SSD
 
-TARGETS: tuple[Target, ...] = (
+TARGETS: list[Target] = [
     ATTENTION,
     CONV,
     SSD,
     SELECTIVE_SCAN,
     DELTA_RULE,
     CHANNEL_DELTA_RULE,
-)
+]
+
+
+def register_mixer(target: Target) -> None:
+    """Teach the library a mixer of your own, for every model compiled from then on.
+
+    `prefix_rewrite.mixers.base` holds what a target is made of; docs/mixers.md goes through one.
+
+    Args:
+        target: how calls are recognised, read, judged, planned and replaced.
+
+    Raises:
+        PrefixRewriteError: its kind, a call target or a seam's name is taken.
+    """
+    if not isinstance(target, Target):
+        raise PrefixRewriteError(f"a mixer must be a Target, got {type(target).__name__}")
+    for known in TARGETS:
+        taken = [str(call) for call in known.signatures if call in target.signatures]
+        taken += [name for name in known.seams if name in target.seams]
+        if known.kind == target.kind:
+            taken.append(f"the kind {target.kind!r}")
+        if taken:
+            raise PrefixRewriteError(
+                f"a mixer's names must be new, got {', '.join(taken)} of {known.kind!r}; rename"
+            )
+    TARGETS.append(target)
 
 
 def find_target(node: Node) -> tuple[Target, Signature] | None:
