@@ -11,6 +11,7 @@ arguments, and the passes accept or refuse it.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import types
@@ -74,10 +75,21 @@ def install_seams(model: nn.Module) -> None:
     files = {sys.modules.get(type(module).__module__) for module in model.modules()}
     for name, seam in _seams().items():
         for file in files:
-            function = getattr(file, name, None)
+            function = _find(file, name)
             if isinstance(function, types.FunctionType) and id(function) not in _SUBSTITUTED:
                 _SUBSTITUTED[id(function)] = function
                 _substitute(function, seam)
+
+
+def _find(file: Any, name: str) -> Any:
+    """Return a file's function, or, for `Class.method`, what the method's decorator calls.
+
+    Dynamo looks up the functions that it meets as values, not the methods that it calls itself.
+    """
+    owner, _, method = name.rpartition(".")
+    if not owner:
+        return getattr(file, name, None)
+    return inspect.unwrap(getattr(getattr(file, owner, None), method, None))  # type: ignore[arg-type]
 
 
 def _substitute(function: types.FunctionType, seam: Callable[..., Any]) -> None:

@@ -1,14 +1,15 @@
-"""Mamba-2 scan, as transformers' modeling files call it.
+"""Mamba-2 scan, as transformers' modeling files call it, and lightning attention.
 
 Shapes: T tokens, H heads, P head dimension, G groups, N state size.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from prefix_rewrite.distributed.rank_scans import cp_tree_ssd, plan_ssd_share
@@ -60,6 +61,30 @@ def _ssd_seam(
     )
 
 
+def _lightning_seam(
+    module: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Stand in for MiniMax's lightning attention, whose loop over blocks has no function.
+
+    Linear attention with one constant decay a head is the scan with time steps of 1: keys, queries
+    and values are B, C and x.
+    """
+    parts: Any = module
+    qkv = parts.act_fn(parts.qkv_proj(hidden_states))
+    q, k, v = qkv.unflatten(-1, (parts.num_attention_heads, 3, -1)).unbind(-2)
+    steps = torch.ones_like(v[..., 0])
+    unknown = asked_for({"attention_mask": attention_mask, **kwargs})
+    rate = parts.slope_rate.flatten()
+    mixed = leaf_ssd(v, steps, -rate, k, q, None, None, None, False, 0.0, math.inf, unknown)
+    mixed = parts.norm(mixed.to(v.dtype).flatten(-2))
+    return parts.out_proj(torch.sigmoid(parts.output_gate(hidden_states)) * mixed), None
+
+
 def no_fused_kernel(*args: Any, **kwargs: Any) -> None:
     """A fused call declines, so that the model takes its unfused path: conv and scan apart."""
     return None
@@ -98,6 +123,7 @@ SSD = Target(
     seams={
         "mamba2_chunk_scan": _ssd_seam,
         "mamba2_split_conv1d_scan_combined": no_fused_kernel,
+        "MiniMaxLightningAttention.forward": _lightning_seam,
     },
     rank_form=RankForm(plan_ssd_share, _emit_rank),
 )
