@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -240,16 +241,24 @@ def test_equals_plain_loop_on_random_forests(
     assert_close(got, run_reference(segments, inputs), 1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 1025])
-def test_equals_plain_loop_at_odd_sizes(size: int, backend: str) -> None:
+@functools.cache
+def odd_sizes(size: int) -> list[tuple[SegmentTable, Inputs, list[Tensor]]]:
     """A root of that size, whole and forked at its middle, beside a one-token root."""
+    cases = []
     for parent, length in (
         ([-1, -1], [size, 1]),
         ([-1, 0, 0, -1], [max(1, size // 2), (size + 1) // 2, 3, 1]),
     ):
         segments = SegmentTable.from_parents(parent, length)
         inputs = qkv(segments.num_tokens, (1, 1), (4, 4))
-        assert_close(run(segments, inputs), run_reference(segments, inputs), 1e-12)
+        cases.append((segments, inputs, run_reference(segments, inputs)))
+    return cases
+
+
+@pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 1025])
+def test_equals_plain_loop_at_odd_sizes(size: int, backend: str) -> None:
+    for segments, inputs, expected in odd_sizes(size):
+        assert_close(run(segments, inputs), expected, 1e-12)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (4, 1), (6, 3), (8, 2), (5, 1)])

@@ -104,9 +104,12 @@ class _Chunk(NamedTuple):
 
     def _hidden(self, end_T: Tensor) -> Tensor:
         """Return [C, R, M]: whether the key is no ancestor of the query."""
-        token = torch.arange(len(end_T), device=end_T.device)[None, :, None]
-        query, key = self.queries(token, 1)[:, 0, 0], self.keys(token)[:, 0].mT
-        return (key > query) | (query >= self.keys(end_T[None, :, None])[:, 0].mT)
+        block, num_squares, device = self.block, self.block.num_squares, end_T.device
+        query = torch.arange(block.q0, block.q1, device=device).view(num_squares, -1, 1)
+        key = torch.arange(block.k0, block.k1, device=device).view(num_squares, 1, -1)
+        end = end_T[block.k0 : block.k1].view(num_squares, 1, -1)
+        query, key = query[:, self.first : self.end], key[..., : self.num_keys]
+        return (key > query) | (query >= end[..., : self.num_keys])
 
 
 def _chunks(blocks: list[Block], num_heads: int) -> Iterator[_Chunk]:
