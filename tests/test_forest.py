@@ -50,6 +50,8 @@ def check_against_prefix_set(calls: Sequence[CapturedCall]) -> PrefixForest:
         path, keys = forest.call_path(i), prefixes(call)
         assert forest.token_ids[path].tolist() == call.token_ids.tolist()
         assert forest.segments.position_ids[path].tolist() == list(range(call.num_tokens))
+        start = forest.segments.start[forest.call_segment[i]]
+        assert start <= path[-1] < start + forest.segments.length[forest.call_segment[i]]
         for key, token in zip(keys, path.tolist(), strict=True):
             assert owner.setdefault(key, token) == token
         a, b = forest.edges.call_offsets[i : i + 2]

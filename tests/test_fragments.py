@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefix_rewrite import packing
 from prefix_rewrite.calls import CapturedCall
 from prefix_rewrite.errors import ForestError
 from prefix_rewrite.forest import PrefixForest
@@ -136,6 +137,11 @@ def test_fragments_fit_and_own_every_edge_once(seed, num_calls, slack):
     fragments = forest.split(budget)
     assert max(f.num_tokens for f in fragments) <= budget
     check_fragments(forest, fragments)
+    held: set[Path] = set()  # what earlier fragments hold: a call belongs to the first
+    for fragment in fragments:
+        for call in fragment.call_ids:
+            assert tuple(forest.token_ids[forest.call_path(call)].tolist()) not in held
+        held |= distinct_prefixes(leaf_paths(fragment))
     paths = [path for f in fragments for path in leaf_paths(f)]
     assert distinct_prefixes(paths) == distinct_prefixes(leaf_paths(forest))
     stats = split_stats(forest, fragments)
@@ -159,6 +165,16 @@ def test_small_forests_are_split_as_well_as_by_exhaustive_search(stretch):
         assert sum(f.num_tokens for f in forest.split(budget)) == best
         compared += 1
     assert compared > 30
+
+
+def test_no_plan_is_worse_than_first_fit_even_without_luck(monkeypatch):
+    """First fit in depth-first order is a candidate of its own, and sometimes the best one."""
+    monkeypatch.setattr(packing, "SHUFFLES", 0)
+    for seed in range(60):
+        forest = random_forest(seed, 40, length=24)
+        budget = int(forest.stats().longest_path * 1.1)
+        got = sum(f.num_tokens for f in forest.split(budget))
+        assert got <= first_fit_tokens(leaf_paths(forest), budget)
 
 
 def test_everything_that_fits_is_one_fragment():
