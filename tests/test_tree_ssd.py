@@ -196,6 +196,17 @@ class TestStrongDecay:
         got.pop("dt"), expected.pop("dt")  # dominated by the tokens with dt = 1e5
         assert_close(got, expected, 5e-6)
 
+    def test_the_strongest_decay_that_fp32_holds_is_finite(self):
+        segments = SegmentTable.from_parents([-1, 0, 0], [130, 3, 3])
+        case = Case(settings=(False, 0.0, math.inf), dt_bias=False)
+        inputs = {name: x.float() for name, x in case.inputs(segments.num_tokens).items()}
+        inputs["A"] = torch.full_like(inputs["A"], -3e38)
+        inputs["dt"] = inputs["dt"].exp()
+        inputs["dt"][:, 1::3] = 0  # between these tokens nothing is forgotten
+        got, expected = case.run(inputs, segments), case.run_reference(inputs, segments)
+        got.pop("dt"), expected.pop("dt")  # 0 times 3e38
+        assert_close(got, expected, 1e-6)
+
     def test_gradients_of_strong_decays_do_not_cancel(self):
         """With decays near 1e-7 a token, what a token hears of others is 1e-7 of the whole."""
         segments = SegmentTable.from_parents([-1, 0, 0], [130, 40, 30])
