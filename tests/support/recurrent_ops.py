@@ -18,6 +18,8 @@ from prefix_rewrite.ops.tree_delta_rule import (
     tree_delta_rule,
 )
 from prefix_rewrite.ops.tree_delta_rule.reference import tree_delta_rule_reference
+from prefix_rewrite.ops.tree_rglru import plan_rglru, tree_rglru
+from prefix_rewrite.ops.tree_rglru.reference import tree_rglru_reference
 from prefix_rewrite.ops.tree_selective_scan import plan_selective_scan, tree_selective_scan
 from prefix_rewrite.ops.tree_selective_scan.reference import tree_selective_scan_reference
 from prefix_rewrite.plan import Planner, pack_plan
@@ -48,7 +50,7 @@ class OpCase:
         planner: the op's planner.
         token_dims: dimension of each input that runs over tokens.
         mixed: inputs that stay in fp32 where the others are bf16.
-        decay: the input that, scaled up, makes the state be forgotten at once.
+        decay: the input that makes the state be forgotten at once if multiplied by `forget`.
     """
 
     draw: Callable[[int, torch.Generator], dict[str, Tensor]]
@@ -58,6 +60,7 @@ class OpCase:
     token_dims: Mapping[str, int]
     mixed: frozenset[str]
     decay: str
+    forget: float = 1e5
 
     def packed(self, segments: SegmentTable) -> tuple[Tensor, Tensor]:
         return pack_plan(self.planner(segments), "cpu")
@@ -177,4 +180,14 @@ CASES: dict[str, OpCase] = {
     ),
     "gated_delta_rule": _delta_rule(True, plan_delta_rule),
     "kimi_delta_attention": _delta_rule(True, plan_channel_delta_rule, G=3, H=3, decays=2),
+    "rglru": OpCase(
+        draw=lambda T, g: {"x": _randn(g, 1, T, 5), "a": (_randn(g, 1, T, 5) + 3).sigmoid()},
+        op=lambda x, plan: tree_rglru(*x.values(), *plan),
+        reference=lambda x, segments: tree_rglru_reference(*x.values(), segments),
+        planner=plan_rglru,
+        token_dims=dict.fromkeys(("x", "a"), 1),
+        mixed=frozenset({"a"}),
+        decay="a",
+        forget=0.0,
+    ),
 }
