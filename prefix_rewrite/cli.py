@@ -1,4 +1,4 @@
-"""The command line: what calls share, how they split into fragments, and what they look like."""
+"""The command line: what calls share, how they split, and what would be done to a model."""
 
 from __future__ import annotations
 
@@ -115,6 +115,37 @@ def plot(
             forest = PrefixForest.from_calls(read_calls(file, progress))
         _draw(forest, output)
     out.print(f"wrote {escape(str(output))}")
+
+
+@app.command()
+def explain(
+    config: Annotated[str, typer.Argument(help="folder or file of a transformers config")],
+    eval_mode: Annotated[bool, typer.Option("--eval", help="in eval mode")] = False,
+) -> None:
+    """Say what prefix_compile would do to a model: mixers, replacements, refusals."""
+    from prefix_rewrite.explanation import explain as explain_model
+
+    with _reported(), err.status("capturing the model, without weights"):
+        report = explain_model(_model_of(config).train(not eval_mode))
+    Console(width=max(out.width, 120)).print(report)
+    if not report.supported:
+        raise typer.Exit(1)
+
+
+def _model_of(config: str) -> Any:
+    """Build a model from its config alone: shapes, no weights."""
+    import torch
+
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise PrefixRewriteError("needs transformers; pip install 'prefix-rewrite[hf]'") from None
+    try:
+        settings = AutoConfig.from_pretrained(config, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise PrefixRewriteError(f"cannot read a model config from {config}: {error}") from None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(settings)
 
 
 def _draw(forest: PrefixForest, output: Path) -> None:
