@@ -341,6 +341,15 @@ def test_keys_without_a_query_are_attended_by_rectangles(backend: str) -> None:
     assert_close(with_grads(out, leaves), with_grads(exact, leaves), 1e-12)
 
 
+def test_autocast_does_not_reach_inside(backend: str) -> None:
+    segments = table("nested")
+    inputs = qkv(segments.num_tokens, dtype=torch.float32)
+    expected = run(segments, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(segments, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 # Strides.
 
 

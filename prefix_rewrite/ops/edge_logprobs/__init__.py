@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from prefix_rewrite.ops.edge_logprobs import op as _op  # noqa: F401  registers the op
+from prefix_rewrite.ops.edge_logprobs.sharded import is_sharded, sharded_edge_logprobs
 
-__all__ = ["edge_logprobs", "logits_logprobs"]
+__all__ = ["edge_logprobs", "is_sharded", "logits_logprobs"]
 
 
 def edge_logprobs(
@@ -32,7 +33,8 @@ def edge_logprobs(
 
     Args:
         hidden: [1, R, D] rows, each distinct source once.
-        weight: [V, D].
+        weight: [V, D]; a DTensor sharded by vocabulary stays so, with the other arguments the same
+            on every rank of its mesh.
         bias: [V] or None.
         edge_row: [E] int64 row of each edge, in any order.
         edge_targets: [E] int64 sampled id of each edge.
@@ -51,7 +53,8 @@ def edge_logprobs(
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
-    logprobs, entropy_R, _ = torch.ops.prefix_rewrite.edge_logprobs(
+    op = sharded_edge_logprobs if is_sharded(weight) else torch.ops.prefix_rewrite.edge_logprobs
+    logprobs, entropy_R, _ = op(
         hidden,
         weight,
         bias,

@@ -31,7 +31,8 @@ def edge_logprobs_op(
     order, head = _sorted_head(
         hidden, weight, bias, edge_row, edge_targets, temperature, steps, constants
     )
-    sorted_E, lse_R, entropy_R = tiled.forward(head, entropy)
+    with torch.autocast(hidden.device.type, enabled=False):
+        sorted_E, lse_R, entropy_R = tiled.forward(head, entropy)
     return torch.empty_like(sorted_E).index_copy_(0, order, sorted_E), entropy_R, lse_R
 
 
@@ -78,7 +79,8 @@ def edge_logprobs_backward_op(
         hidden, weight, bias, edge_row, edge_targets, temperature, steps, constants
     )
     saved = tiled.Saved(lse, entropy, grad_logprobs[order], grad_entropy)
-    grads = tiled.backward(head, saved, head_trains)
+    with torch.autocast(hidden.device.type, enabled=False):
+        grads = tiled.backward(head, saved, head_trains)
     grad_RD, grad_VD, grad_V = (weight.new_empty(0) if x is None else x for x in grads)
     return grad_RD[None], grad_VD, grad_V
 

@@ -47,7 +47,8 @@ def tree_attention_op(
     blocks, end_S = _read_plan(host_plan, device_plan, q.shape[2], k.shape[2])
     executor = _EXECUTORS[attention_backend(q.device, dtype, q.shape[-1], v.shape[-1])]
     inputs = (x[0].to(dtype) for x in (q, k, v))
-    out_TNV, lse_TN = executor.forward(*inputs, blocks, end_S, scale)
+    with torch.autocast(q.device.type, enabled=False):
+        out_TNV, lse_TN = executor.forward(*inputs, blocks, end_S, scale)
     return out_TNV[None].to(v.dtype), lse_TN
 
 
@@ -75,8 +76,9 @@ def tree_attention_backward_op(
     """Return the gradients of q, k and v, in their shapes and dtypes."""
     blocks, end_S = _read_plan(host_plan, device_plan, q.shape[2], k.shape[2])
     executor = _EXECUTORS[attention_backend(q.device, lse.dtype, q.shape[-1], v.shape[-1])]
-    grad_TNV, q_NTD, k_KTD, v_KTV, out_TNV = (x[0].to(lse.dtype) for x in (grad_out, q, k, v, out))
-    grads = executor.backward(grad_TNV, q_NTD, k_KTD, v_KTV, out_TNV, lse, blocks, end_S, scale)
+    inputs = (x[0].to(lse.dtype) for x in (grad_out, q, k, v, out))
+    with torch.autocast(q.device.type, enabled=False):
+        grads = executor.backward(*inputs, lse, blocks, end_S, scale)
     grad_q, grad_k, grad_v = (
         grad.to(x.dtype).contiguous().transpose(0, 1)[None]
         for grad, x in zip(grads, (q, k, v), strict=True)
