@@ -79,6 +79,8 @@ class ConvInputs:
 
     def repairs(self, block: ConvBlock) -> Iterator[torch.Tensor]:
         """For each distance from 1: the gathered predecessors [f, C], 0 before the root."""
+        if not len(block.rows):
+            return
         for sources, exists in zip(block.sources, block.exists, strict=True):
             x = self.x.index_select(0, sources).to(self.dtype)
             yield x.where(exists, 0)
@@ -131,7 +133,7 @@ def conv_backward(
     device_plan: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x [T,C], weight [C,W] and bias [C], in the type of compute."""
-    dx = torch.zeros(inputs.x.shape, dtype=inputs.dtype, device=grad.device)
+    dx = torch.empty(inputs.x.shape, dtype=inputs.dtype, device=grad.device)
     dtaps = torch.zeros_like(inputs.taps)
     dbias = torch.zeros_like(inputs.taps[0])
     for block in inputs.blocks(host_plan, device_plan):
@@ -139,14 +141,18 @@ def conv_backward(
         if silu:
             dy = torch.ops.aten.silu_backward(dy, inputs.convolve(block))
         dbias += dy.sum(0)
+        # The own tap holds for every token and comes first, so that dx needs no zeros; all other
+        # tokens that take part in it are of this block or an earlier one.
+        torch.mul(dy, inputs.taps[0], out=dx[block.lo : block.hi])
         repaired = dy.index_select(0, block.rows)
         for distance, (first, x) in enumerate(inputs.shifts(block)):
-            if distance == 1:  # the own tap holds for every token, the others by shift or repair
+            if distance == 1 and len(block.rows):
                 dy = dy.index_fill(0, block.rows, 0)
             part = dy[first:]
             dtaps[distance] += (part * x).sum(0)
-            lo = block.lo + first - distance
-            dx[lo : lo + len(part)].addcmul_(part, inputs.taps[distance])
+            if distance:
+                lo = block.lo + first - distance
+                dx[lo : lo + len(part)].addcmul_(part, inputs.taps[distance])
         for distance, x in enumerate(inputs.repairs(block), 1):
             dtaps[distance] += (repaired * x).sum(0)
             part = (repaired * inputs.taps[distance]).where(block.exists[distance - 1], 0)

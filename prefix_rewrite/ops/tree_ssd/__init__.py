@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from prefix_rewrite.errors import LayoutError
+from prefix_rewrite.ops.chunk_rows import compute_dtype
 from prefix_rewrite.ops.chunk_tree import ChunkPlanner
-from prefix_rewrite.ops.tree_ssd.block import SsdInputs, compute_dtype
+from prefix_rewrite.ops.tree_ssd.block import SsdInputs
 from prefix_rewrite.ops.tree_ssd.chunked import scan_backward, scan_forward
 from prefix_rewrite.segments import IntArray, SegmentTable
 

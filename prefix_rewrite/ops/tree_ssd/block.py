@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from prefix_rewrite.ops.chunk_rows import ChunkRows, compute_dtype, new_rows
 from prefix_rewrite.ops.chunk_tree import ChunkBlock, ChunkTree
 
 # Most elements of a block's [n, H, Q, Q] weights; on CPU they stay in the cache.
@@ -58,42 +59,16 @@ class SsdInputs:
         return self.x.new_empty(tree.num_states, G, H // G, N, P, dtype=self.dtype)
 
     def new_rows(self, *shape: int) -> torch.Tensor:
-        """Uninitialised [T + 1, ..]: padding is written to the last row, for no one to read."""
-        return self.x.new_empty(self.x.shape[0] + 1, *shape, dtype=self.dtype)
+        """Uninitialised [T + 1, ..]."""
+        return new_rows(self.x, *shape, dtype=self.dtype)
 
 
-def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
-    """fp32, or fp64 if any of the tensors is."""
-    is_double = any(t is not None and t.dtype == torch.float64 for t in tensors)
-    return torch.float64 if is_double else torch.float32
-
-
-class Block:
+class Block(ChunkRows):
     """A block's view of the inputs: [n, Q, ..] by token, [n, G, R, Q, ..] by head."""
 
     def __init__(self, inputs: SsdInputs, chunks: ChunkBlock):
-        self.inputs, self.chunks = inputs, chunks
-        self.n, self.Q = chunks.tokens.shape
-        self.G = inputs.B.shape[1]
-        self.tokens = self.targets = chunks.tokens.flatten()
-        if chunks.ragged:
-            self.targets = chunks.tokens.where(chunks.valid, len(inputs.x)).flatten()
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """[T, ..] to [n, Q, ..] in the type of compute."""
-        picked = rows.index_select(0, self.tokens).to(self.inputs.dtype)
-        return picked.view(self.n, self.Q, *rows.shape[1:])
-
-    def gather_grad(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same, 0 at padding."""
-        picked = self.gather(rows)
-        if self.chunks.ragged:
-            picked.masked_fill_(~self.chunks.valid[..., None, None], 0)
-        return picked
-
-    def scatter(self, out: torch.Tensor, values: torch.Tensor) -> None:
-        """Write [n, Q, ..] to the block's rows of [T + 1, ..]."""
-        out.index_copy_(0, self.targets, values.reshape(-1, *out.shape[1:]))
+        super().__init__(chunks, len(inputs.x), inputs.dtype)
+        self.inputs, self.G = inputs, inputs.B.shape[1]
 
     def by_head(self, values: torch.Tensor) -> torch.Tensor:
         """[n, Q, H, ..] to [n, G, R, Q, ..]."""
@@ -122,7 +97,7 @@ class Block:
     @cached_property
     def visible(self) -> torch.Tensor:
         """[n, Q, Q] 1 where the key is the query or its ancestor, else 0."""
-        return self.chunks.visible.to(self.inputs.dtype)
+        return self.chunks.visible.to(self.dtype)
 
     @cached_property
     def exponent(self) -> torch.Tensor:
@@ -143,7 +118,7 @@ class Block:
 
     def decay(self, exponent: torch.Tensor) -> torch.Tensor:
         """[.., 1] in the type of compute."""
-        return exponent.clamp(max=0).exp2_().to(self.inputs.dtype)[..., None]
+        return exponent.clamp(max=0).exp2_().to(self.dtype)[..., None]
 
     @cached_property
     def decay_in(self) -> torch.Tensor:
@@ -162,8 +137,8 @@ class Block:
 
     def decays(self) -> torch.Tensor:
         """[n, G, R, Q, Q] decay from after the key to the query, 0 where it is not visible."""
-        coarse = self.exponent.to(self.inputs.dtype)
-        fine = (self.exponent - coarse).to(self.inputs.dtype)
+        coarse = self.exponent.to(self.dtype)
+        fine = (self.exponent - coarse).to(self.dtype)
         exponents = coarse[..., :, None] - coarse[..., None, :]
         exponents.add_(fine[..., :, None]).sub_(fine[..., None, :])
         bound = torch.zeros_like(self.visible).masked_fill_(~self.chunks.visible, -torch.inf)

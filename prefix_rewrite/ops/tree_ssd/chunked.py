@@ -31,7 +31,9 @@ def scan_forward(inputs: SsdInputs, tree: ChunkTree) -> torch.Tensor:
         if block.chunks.parents is not None:
             add_product(y, C * block.decay_in, block.entering(states))
         y = block.by_token(y)
-        block.scatter(out, y if inputs.D is None else torch.addcmul(y, x, inputs.D_rows))
+        if inputs.D is not None:
+            y = torch.addcmul(y, x, inputs.D_rows, out=torch.empty_like(x))
+        block.scatter(out, y)
     return out[:-1]
 
 
@@ -50,14 +52,14 @@ def scan_backward(
     dB, dC = (inputs.new_rows(*inputs.B.shape[1:]) for _ in range(2))
     dD = None if inputs.D is None else dx.new_zeros(H, P)
     for block in blocks:
-        x, dy = block.gather(inputs.x), block.gather_grad(grad)
+        x, dy = block.gather(inputs.x), block.gather_valid(grad)
         du, da_block, dB_block, dC_block = _block_grads(block, x, dy, states, grad_states)
         du = block.by_token(du)
         block.scatter(ddt, (x * du).sum(-1))
         block.scatter(da, block.by_token(da_block))
         block.scatter(dB, block.by_token(dB_block))
         block.scatter(dC, block.by_token(dC_block))
-        dx_block = du * block.dt[..., None]
+        dx_block = torch.mul(du, block.dt[..., None], out=torch.empty_like(x))
         if dD is not None:
             dx_block.addcmul_(dy, inputs.D_rows)
             dD += (dy * x).sum((0, 1))
@@ -98,7 +100,7 @@ def _end_state_grads(
     for block in blocks:
         if block.chunks.parents is not None:
             weighted = block.groups(inputs.C) * block.decay_in
-            read = weighted.mT @ block.by_head(block.gather_grad(grad))
+            read = weighted.mT @ block.by_head(block.gather_valid(grad))
             grads.index_add_(0, block.chunks.parents, read)
     carry_up(grads, decay, tree)
     return grads
