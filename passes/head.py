@@ -19,9 +19,11 @@ from prefix_rewrite.errors import Finding
 from prefix_rewrite.passes.nodes import (
     depends_on,
     module_path,
+    same_size,
     shape_of,
     source_line,
     target_name,
+    value_of,
 )
 
 _ARITHMETIC = {
@@ -77,20 +79,27 @@ class Head:
 
 def read_head(logits: Node, tokens: Any) -> Head:
     """Walk back from the logits to the hidden states."""
+    shape = shape_of(logits)
+    if len(shape) != 3 or not (same_size(shape[0], 1) and same_size(shape[1], tokens)):
+        return Head(findings=[_not_a_row_each(logits)])
     head = Head()
     met: set[Node] = set()
     pending = [logits]
     while pending:
         node = pending.pop()
-        if node in met or not has_tokens(node, tokens):
+        if node in met:
             continue
         met.add(node)
+        inputs = node.all_input_nodes
         if is_projection(node, tokens):
-            head.sources.add(node.args[0])  # type: ignore[arg-type]
-        elif _is_pointwise(node):
-            pending.extend(node.all_input_nodes)
-        else:
+            head.sources.add(inputs.pop(0))
+        elif not _is_pointwise(node):
             head.findings.append(_not_per_row(node))
+            continue
+        rows = [n for n in inputs if has_tokens(n, tokens)]
+        if any(_is_made_of_tokens(n, tokens) for n in inputs if n not in rows):
+            head.findings.append(_not_per_row(node))
+        pending.extend(rows)
     order = {node: i for i, node in enumerate(logits.graph.nodes)}
     head.nodes = sorted(met, key=order.__getitem__)
     head.fused = None if head.findings else _read_fused(logits, head)
@@ -115,6 +124,14 @@ def other_heads(project: Node, nodes: Iterator[Node], tokens: Any, vocab_size: i
 
 def has_tokens(node: Any, tokens: Any) -> bool:
     return any(depends_on(size, tokens) for size in shape_of(node))
+
+
+def _is_made_of_tokens(node: Node, tokens: Any) -> bool:
+    """A value that has no token dimension but depends on all tokens, or on how many there are."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return depends_on(value, tokens)
+    return any(has_tokens(ancestor, tokens) for ancestor in _ancestors(node))
 
 
 def is_projection(node: Node, tokens: Any) -> bool:
@@ -159,6 +176,16 @@ def _not_per_row(node: Node) -> Finding:
         remedy="apply only pointwise operations after the vocabulary projection",
         module=module_path(node),
         source=source_line(node),
+    )
+
+
+def _not_a_row_each(logits: Node) -> Finding:
+    shape = list(shape_of(logits))
+    return Finding(
+        what=f"the logits have shape {shape}, not one row a token",
+        remedy="return logits of shape [1, T, V], those of all tokens",
+        module=module_path(logits),
+        source=source_line(logits),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _OWN_FILES = re.compile(r"(?:^|/)prefix_rewrite/(?:entry|seams|capture|mixers/\w+)\.py$")
 
 
@@ -49,8 +50,8 @@ def same_size(a: Any, b: Any) -> bool:
 
 
 def depends_on(size: Any, symbol: Any) -> bool:
-    """Say whether a size is a function of a symbolic size."""
-    if not isinstance(size, torch.SymInt) or not isinstance(symbol, torch.SymInt):
+    """Say whether a number is a function of a symbolic size."""
+    if not isinstance(size, _SYMBOLIC) or not isinstance(symbol, torch.SymInt):
         return same_size(size, symbol)
     return not symbol.node.expr.free_symbols.isdisjoint(size.node.expr.free_symbols)
 

@@ -31,6 +31,10 @@ from prefix_rewrite.segments import IntArray
 
 Planners = tuple[Callable[[Any], Mapping[str, IntArray]], ...]
 
+# The rewrite needs the whole graph, which inside DDP's forward would be cut into its buckets; and
+# each mode (train, gradients, entropy, logits, autocast, ...) is a graph of its own that stays.
+_DYNAMO = {"specialize_float": True, "optimize_ddp": False, "recompile_limit": 64}
+
 
 class _NotPlanned(Exception):
     """The graph was captured, but the layout given was not planned for its ops."""
@@ -124,7 +128,7 @@ class CapturedModel:
         ):
             self._planned = planned
             try:
-                with torch._dynamo.config.patch(specialize_float=True):
+                with torch._dynamo.config.patch(_DYNAMO):
                     return self._compiled(
                         layout.input_ids,
                         layout.position_ids,

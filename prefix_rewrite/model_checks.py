@@ -1,8 +1,8 @@
 """What a model's modules say about themselves, before its graph is looked at.
 
 Only what a captured graph can't show is judged here: an attention function that our seam would
-silently stand in for, kernels that replace whole layers, and position embeddings whose values
-depend on how long the sequence is.
+silently stand in for, kernels that replace whole layers, a wrapper that must see each call, and
+position embeddings whose values depend on how long the sequence is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from prefix_rewrite.errors import Finding
 
@@ -24,6 +25,13 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 def model_findings(model: nn.Module) -> list[Finding]:
     """Look at every module; return the reasons against a rewrite, in module order."""
     findings = attention_findings(attention_configs(model))
+    if isinstance(model, DistributedDataParallel):
+        findings.append(
+            Finding(
+                "is wrapped in DistributedDataParallel, which must see each call",
+                "wrap the compiled model: DistributedDataParallel(prefix_compile(model))",
+            )
+        )
     for name, module in model.named_modules():
         findings.extend(_rope_findings(name, module))
         if getattr(module, "_use_kernels", False):
