@@ -110,7 +110,7 @@ def test_a_path_gives_the_same_result_in_any_company(family):
 def test_many_modes_in_turn_need_no_reset():
     """More variants than the compiler keeps by default: each is captured once, and stays."""
     backend = Counting()
-    model = OneLayer()
+    model = OneLayer(between=torch.nn.Dropout(0.0))
     compiled = prefix_compile(model, backend=backend)
     forest = PrefixForest.from_calls(calls_of(SHAPES["nested"]))
     plain = compiled(forest).logprobs
@@ -121,4 +121,4 @@ def test_many_modes_in_turn_need_no_reset():
                 out = compiled(forest, entropy=entropy, logits=logits)
             torch.testing.assert_close(out.logprobs, plain, atol=1e-6, rtol=0)
             assert out.logprobs.requires_grad == grad
-    assert backend.compiled <= 16
+    assert backend.compiled == 16
