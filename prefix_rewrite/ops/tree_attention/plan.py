@@ -19,9 +19,10 @@ SUBTREE_END = register_field("attention_subtree_end", "device")
 CAUSAL, FULL, ANCESTOR = 0, 1, 2
 TILE_SIZES = (0, 16, 32, 64, 128, 256)
 
-# Costs in (query, key) pairs, forward and backward, of the CPU kernel at N * D of about 1024.
-CALL_PAIRS = 700
-MASKED_PAIR = 1.15
+# Costs in (query, key) pairs, forward and backward, as fitted to the CPU kernel at N * D of 512.
+CALL_PAIRS = 1200
+MASKED_CALL_PAIRS = 600  # more, for an ANCESTOR block
+ROW_PAIRS = 40  # for each query and for each key of a block: copies, sums, thin products
 KEY_STEP = 512  # a causal square is computed in whole steps of as many keys
 
 
@@ -68,12 +69,11 @@ def plan_attention(segments: SegmentTable) -> dict[str, IntArray]:
 def schedule_cost(blocks_B6: IntArray) -> float:
     """Return the cost of a schedule in pairs: what the kernel computes, not what is visible."""
     kind, q0, q1, k0, k1, num_squares = blocks_B6.T
-    num_keys = (k1 - k0) // num_squares
+    num_queries, num_keys = q1 - q0, (k1 - k0) // num_squares
     causal_keys = (num_keys + np.minimum(num_keys, KEY_STEP)) / 2
-    keys_a_query = np.select(
-        [kind == CAUSAL, kind == ANCESTOR], [causal_keys, MASKED_PAIR * num_keys], num_keys
-    )
-    return float(len(blocks_B6) * CALL_PAIRS + ((q1 - q0) * keys_a_query).sum())
+    area = num_queries * np.where(kind == CAUSAL, causal_keys, num_keys)
+    calls = CALL_PAIRS + MASKED_CALL_PAIRS * (kind == ANCESTOR)
+    return float((calls + ROW_PAIRS * (num_queries + k1 - k0) + area).sum())
 
 
 def schedule(segments: SegmentTable, tile: int) -> IntArray:
