@@ -20,14 +20,14 @@ def graph_census(graph_module: GraphModule, context: PassContext) -> PassReport:
     """Find the mixers, the token count, the vocabulary and the head; change nothing."""
     bind = find_leaf(graph_module, leaf.leaf_bind)
     project = find_leaf(graph_module, leaf.leaf_project)
-    vocab_size = int(shape_of(project.args[0])[-1])
     tokens = shape_of(bind.args[0])[1]
+    head = read_head(project.args[0], tokens)
     census = Census(
         tokens=tokens,
-        vocab_size=vocab_size,
-        num_embeddings=_num_embeddings(graph_module, bind, vocab_size),
+        vocab_size=head.vocab_size,
+        num_embeddings=_num_embeddings(graph_module, bind, head.vocab_size),
         project=project,
-        head=read_head(project.args[0], tokens),
+        head=head,
     )
     for _, node in walk(graph_module):
         found = find_target(node)

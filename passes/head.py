@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import Node
 
 from prefix_rewrite.errors import Finding
+from prefix_rewrite.ops.edge_logprobs import is_sharded
 from prefix_rewrite.passes.nodes import (
     depends_on,
     module_path,
@@ -44,6 +46,7 @@ _POINTWISE_FUNCTIONS = {*_ARITHMETIC, operator.neg, torch.tanh, torch.sigmoid, t
 _POINTWISE_METHODS = {"add", "bfloat16", "clamp", "clone", "contiguous", "div", "double", "float"}
 _POINTWISE_METHODS |= {"half", "mul", "neg", "sigmoid", "sub", "tanh", "to", "type_as"}
 _PROJECTIONS = {F.linear, torch.matmul, operator.matmul}
+RESHARDING = {"redistribute", "to_local"}  # methods that tensor parallel wraps a head in
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,16 @@ class Head:
         sources: hidden states at which the edges' rows are selected.
         fused: the same head as one fused op, where it has that form.
         findings: ops that can't be run on selected rows.
+        vocab_size: columns of the logits, of all shards together.
+        sharded: whether the projection is a DTensor's.
     """
 
     nodes: list[Node] = field(default_factory=list)
     sources: set[Node] = field(default_factory=set)
     fused: FusedHead | None = None
     findings: list[Finding] = field(default_factory=list)
+    vocab_size: int = 0
+    sharded: bool = False
 
 
 def read_head(logits: Node, tokens: Any) -> Head:
@@ -82,7 +89,7 @@ def read_head(logits: Node, tokens: Any) -> Head:
     shape = shape_of(logits)
     if len(shape) != 3 or not (same_size(shape[0], 1) and same_size(shape[1], tokens)):
         return Head(findings=[_not_a_row_each(logits)])
-    head = Head()
+    head = Head(vocab_size=int(shape_of(logits)[-1]))
     met: set[Node] = set()
     pending = [logits]
     while pending:
@@ -92,8 +99,9 @@ def read_head(logits: Node, tokens: Any) -> Head:
         met.add(node)
         inputs = node.all_input_nodes
         if is_projection(node, tokens):
-            head.sources.add(inputs.pop(0))
-        elif not _is_pointwise(node):
+            _read_projection(node, head, met)
+            inputs.remove(node.args[0])  # type: ignore[arg-type]
+        elif not (_is_pointwise(node) or node.target in RESHARDING):
             head.findings.append(_not_per_row(node))
             continue
         rows = [n for n in inputs if has_tokens(n, tokens)]
@@ -104,6 +112,31 @@ def read_head(logits: Node, tokens: Any) -> Head:
     head.nodes = sorted(met, key=order.__getitem__)
     head.fused = None if head.findings else _read_fused(logits, head)
     return head
+
+
+def _read_projection(node: Node, head: Head, met: set[Node]) -> None:
+    """Note where its rows come from; a DTensor's rows from before it was made one."""
+    source: Any = node.args[0]
+    head.sharded = isinstance(value_of(node), DTensor)
+    if head.sharded:
+        head.vocab_size = int(shape_of(node)[-1])
+        replicated = isinstance(source, Node) and source.target is DTensor.from_local
+        replicated = replicated and tuple(source.args[2:]) == ((Replicate(),),)
+        if not replicated or not is_sharded(value_of(node.args[1])):
+            head.findings.append(_badly_sharded(node))
+            return
+        met.add(source)
+        source = source.args[0]
+    head.sources.add(source)
+
+
+def _badly_sharded(node: Node) -> Finding:
+    return Finding(
+        what="the vocabulary projection is a DTensor, but not one sharded by vocabulary alone",
+        remedy="parallelize it with ColwiseParallel(input_layouts=Replicate()) on one mesh",
+        module=module_path(node),
+        source=source_line(node),
+    )
 
 
 def other_heads(project: Node, nodes: Iterator[Node], tokens: Any, vocab_size: int) -> list[Node]:
@@ -213,6 +246,8 @@ def _read_step(node: Node) -> tuple[str, float | None] | None:
     if node.target == "float" or (node.target == "to" and torch.float32 in node.args):
         return "float", None
     if node.target == "contiguous" or node.target is operator.getitem:
+        return "", None
+    if node.target in RESHARDING:
         return "", None
     name = _ARITHMETIC.get(node.target)  # type: ignore[arg-type]
     if name is None and node.op == "call_method" and node.target in ("mul", "div", "add", "sub"):

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from prefix_rewrite.ops.edge_logprobs import edge_logprobs, logits_logprobs
 from prefix_rewrite.passes.context import PassContext, PassReport
-from prefix_rewrite.passes.head import Head
+from prefix_rewrite.passes.head import RESHARDING, Head, is_projection
 
 
 def project_edges(graph_module: GraphModule, context: PassContext) -> PassReport:
@@ -26,7 +26,7 @@ def project_edges(graph_module: GraphModule, context: PassContext) -> PassReport
             logprobs, entropies = _fused(graph, head, rows, edges, entropy)
             logits = entropies  # not asked for: any tensor will do
         else:
-            logits = _run_on_rows(graph, head, rows)[project.args[0]]
+            logits = _run_on_rows(graph, head, rows, census.tokens)[project.args[0]]
             result = graph.call_function(logits_logprobs, (logits, *edges, entropy))
             logprobs, entropies = _unpack(graph, result)
     for item in list(project.users):
@@ -50,10 +50,11 @@ def _fused(
     graph: Graph, head: Head, rows: dict[Node, Node], edges: tuple[Any, ...], entropy: Any
 ) -> tuple[Node, Node]:
     assert head.fused is not None
-    hidden, weight, *bias = head.fused.projection.args
+    _, weight, *bias = head.fused.projection.args
+    (source,) = head.sources
     result = graph.call_function(
         edge_logprobs,
-        (rows[hidden], weight, bias[0] if bias else None, *edges),
+        (rows[source], weight, bias[0] if bias else None, *edges),
         {
             "steps": ",".join(head.fused.steps),
             "constants": list(head.fused.constants),
@@ -63,16 +64,21 @@ def _fused(
     return _unpack(graph, result)
 
 
-def _run_on_rows(graph: Graph, head: Head, rows: dict[Node, Node]) -> dict[Any, Node]:
-    """Copy the head's ops so that they take the selected rows."""
+def _run_on_rows(graph: Graph, head: Head, rows: dict[Node, Node], tokens: Any) -> dict[Any, Node]:
+    """Copy the head's ops so that they take the selected rows; shards are gathered."""
     copies: dict[Any, Node] = {}
 
     def mapped(node: Node) -> Node:
         return copies.get(node, rows.get(node, node))
 
     for node in head.nodes:
+        if node.target in RESHARDING:
+            copies[node] = mapped(node.args[0])
+            continue
         copies[node] = graph.node_copy(node, mapped)
         copies[node].meta.pop("example_value", None)
+        if head.sharded and is_projection(node, tokens):
+            copies[node] = graph.call_method("full_tensor", (copies[node],))
     return copies
 
 

@@ -24,6 +24,7 @@ from prefix_rewrite.passes import (  # noqa: F401  (each declares its rules)
     locality_pointwise,
     locality_reduce,
     locality_shapes,
+    locality_shards,
 )
 from prefix_rewrite.passes.bind_layout import checkpoint_op
 from prefix_rewrite.passes.context import PassContext, PassReport

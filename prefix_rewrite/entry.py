@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from prefix_rewrite.errors import Finding, UnsupportedModelError
 from prefix_rewrite.mixers.base import define_leaf
@@ -64,6 +65,8 @@ def make_entry(model: nn.Module) -> Callable[..., GraphOutput]:
         if takes_positions:
             arguments["position_ids"] = position_ids
         logits, others = _split_output(forward(**arguments))
+        if isinstance(logits, DTensor):  # of a head that tensor parallel shards
+            logits = logits.to_local()
         return leaf_project(
             logits, others, edge_source, edge_row, edge_target, temperature, entropy, logits_wanted
         )

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from prefix_rewrite.distributed.collectives import GatherRows, process_group
 from prefix_rewrite.errors import LayoutError, PrefixRewriteError
@@ -94,7 +95,9 @@ class ContextGroup:
             if wanted:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                pending.append(dist.all_reduce(parameter.grad, group=self._group, async_op=True))
+                grad = parameter.grad
+                own = grad.to_local() if isinstance(grad, DTensor) else grad
+                pending.append(dist.all_reduce(own, group=self._group, async_op=True))
         for work in pending:
             work.wait()
 

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+LIMIT_S = 900  # minutes of slack: a test takes a fraction of one on two idle cores
 SUPPORT = Path(__file__).resolve().parent
 
 
-def launch(script: str, *arguments: str, num_ranks: int, timeout: float = 300) -> tuple[int, str]:
+def launch(
+    script: str, *arguments: str, num_ranks: int, timeout: float = LIMIT_S
+) -> tuple[int, str]:
     """Run a script of `tests/support` on some ranks; return its exit code and output.
 
     Raises:
@@ -36,7 +39,7 @@ def launch(script: str, *arguments: str, num_ranks: int, timeout: float = 300) -
     return process.returncode, output
 
 
-def run_ranks(script: str, *arguments: str, num_ranks: int, timeout: float = 300) -> str:
+def run_ranks(script: str, *arguments: str, num_ranks: int, timeout: float = LIMIT_S) -> str:
     """Launch and require success; return the output."""
     code, output = launch(script, *arguments, num_ranks=num_ranks, timeout=timeout)
     assert code == 0, output[-6000:]
