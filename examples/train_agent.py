@@ -165,8 +165,8 @@ def finish(
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="GRPO steps")] = 60,
-    warm_up: Annotated[int, typer.Option(min=0, help="imitation steps before them")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="GRPO steps")] = 50,
+    warm_up: Annotated[int, typer.Option(min=0, help="imitation steps before them")] = 16,
     seed: Annotated[int, typer.Option(help="makes a run repeatable")] = 0,
     data: Annotated[
         Path | None,
@@ -183,6 +183,8 @@ def main(
     output: Annotated[Path, typer.Option(help="the picture")] = OUTPUT,
 ) -> None:
     """Train a tiny attention/Mamba agent on the prefix forest of its own calls."""
+    # Tensors this small leave a second thread waiting, and on a busy machine waiting is slow.
+    torch.set_num_threads(1)
     console = Console()
     try:
         if data is None:
