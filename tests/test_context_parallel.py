@@ -37,3 +37,7 @@ def test_a_killed_rank_ends_the_others():
 
 def test_ddp_over_data_and_context_ranks():
     run_ranks("cp_worker.py", "ddp", "bamba", num_ranks=4)
+
+
+def test_fsdp2_is_refused_by_name():
+    run_ranks("cp_worker.py", "fsdp", num_ranks=2)

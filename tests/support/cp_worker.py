@@ -22,14 +22,22 @@ from oracle import (
 )
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from wide import fp64_throughout
 
-from prefix_rewrite import CapturedCall, LayoutError, PrefixForest, prefix_compile
+from prefix_rewrite import (
+    CapturedCall,
+    LayoutError,
+    PrefixForest,
+    UnsupportedModelError,
+    prefix_compile,
+)
 from prefix_rewrite.distributed.rank_layout import take_share
 from prefix_rewrite.errors import PrefixRewriteError
 
 SMALL: dict[str, list[Tree]] = {
+    "no_call": [],
     "two_tokens": [(2, [])],
     "three_roots": [(2, []), (1, []), (2, [])],
     "seven_tokens": [(2, [(2, []), (1, [(1, []), (1, [])])])],
@@ -243,7 +251,22 @@ def ddp(family: str) -> None:
     check("DDP after no_sync", accumulate(), expected, **EXACT)
 
 
-SCENARIOS = {f.__name__: f for f in (parity, crossings, disagreements, killed, ddp)}
+def fsdp() -> None:
+    """FSDP2 is refused by name, in one finding."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = build_model("llama")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    try:
+        prefix_compile(model)
+    except UnsupportedModelError as error:
+        assert "FSDP2 is not supported yet" in str(error.findings[0]), error
+    else:
+        raise AssertionError("an FSDP2 model must be refused")
+
+
+SCENARIOS = {f.__name__: f for f in (parity, crossings, disagreements, killed, ddp, fsdp)}
 
 
 if __name__ == "__main__":
