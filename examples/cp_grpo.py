@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/cp_grpo.py     # cp = 2
     torchrun --standalone --nproc-per-node 4 examples/cp_grpo.py     # dp = 2, cp = 2
 
-A tiny Mamba-2/attention hybrid learns to answer with tokens of the lower half. Each context group gets one
-prompt's answers, shares each step's forest, and each rank runs its part of the tokens.
+A tiny Mamba-2/attention hybrid learns to answer with tokens of the vocabulary's lower half. Each
+context group samples answers to one prompt, and each of its ranks runs its part of their forest.
 """
 
 from __future__ import annotations
