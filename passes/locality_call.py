@@ -48,6 +48,7 @@ _IN_PLACE_OPERATORS = {
     "setitem": "setitem",
 }
 _KEYWORDS = {"self": "input", "axis": "dim", "axes": "dims", "keepdims": "keepdim", "ord": "p"}
+_KEYWORDS |= {"split_size_or_sections": "sizes", "split_size": "sizes", "chunks": "sizes"}
 # Keywords that change neither which elements are read nor where the result is put.
 _HARMLESS = frozenset(
     {"_stacklevel", "copy", "device", "dtype", "inplace", "layout", "memory_format"}
@@ -80,12 +81,30 @@ def read_op(node: Node) -> tuple[str, bool]:
         return str(target), any(schema.is_mutable for schema in schemas)
     if isinstance(target, torch._ops.OpOverload):
         return str(target), target._schema.is_mutable
+    if (
+        isinstance(target, types.MethodDescriptorType)
+        and target.__objclass__ in torch.Tensor.mro()
+    ):
+        module = "torch"  # a method of Tensor
+    if module == "torch.nn.functional" and name in ("fold", "unfold"):  # not Tensor.unfold
+        return f"{module}.{name}", False
     if module == "torch" or module.startswith(_TORCH_MODULES):
         in_place = name.endswith("_") and not name.endswith("__")
         return (name[:-1] if in_place else name), in_place or _asks_in_place(node)
-    if isinstance(target, types.MethodDescriptorType):  # a method of Tensor
-        return name, False
     return f"{module}.{name}", False
+
+
+def is_torchs(node: Node) -> bool:
+    """Say whether an op is torch's own, or registered with a schema that tells what it changes."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return False
+    if isinstance(target, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return True
+    if isinstance(target, types.MethodDescriptorType):
+        return target.__objclass__ in torch.Tensor.mro()
+    module = getattr(target, "__module__", None) or ""
+    return module.partition(".")[0] in ("_operator", "builtins", "math", "torch")
 
 
 def _asks_in_place(node: Node) -> bool:

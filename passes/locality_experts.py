@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from prefix_rewrite.passes.locality_call import Call, read_op
+from prefix_rewrite.passes.locality_call import Call, read_op, storage_of
 from prefix_rewrite.passes.locality_layout import (
     SAME,
     PerToken,
@@ -23,6 +23,7 @@ from prefix_rewrite.passes.locality_layout import (
     Special,
     State,
     StorageIndex,
+    sorts_tokens,
 )
 from prefix_rewrite.passes.locality_rules import expert_rule, rule
 from prefix_rewrite.passes.nodes import same_size, shape_of
@@ -45,7 +46,7 @@ class Sorted(Special):
     inner: int
 
     def misused(self) -> Refusal:
-        return Refusal("sorts tokens other than to send them to experts and back", node=self.sort)
+        return sorts_tokens(self.sort)
 
 
 @dataclass(frozen=True)
@@ -244,8 +245,10 @@ def _limit_of(keys: Node) -> int | None:
 
 def _back(node: Node, ops: set[str]) -> Iterator[Node]:
     """Yield a node and what it was made from by the given ops."""
+    calls = [n for n in node.graph.nodes if n.op.startswith("call") and n.all_input_nodes]
+    changed = {storage_of(n.all_input_nodes[0]) for n in calls if read_op(n)[1]}
     while True:
-        if any(read_op(user)[1] and user.all_input_nodes[0] is node for user in node.users):
+        if storage_of(node) in changed:
             raise Refusal("counts keys that are changed in place")
         yield node
         if not node.op.startswith("call") or read_op(node)[0] not in ops:

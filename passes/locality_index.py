@@ -57,8 +57,8 @@ def indexed(call: Call, source: Any, index: Any) -> State:
 
 def _check_slice(call: Call, part: slice, size: Any) -> None:
     start, stop, step = ends = [value_of(end) for end in (part.start, part.stop, part.step)]
-    whole = start in (None, 0) and step in (None, 1) and (stop is None or same_size(stop, size))
-    if whole:
+    from_first = start in (None, 0) or same_size(start, -size)
+    if from_first and step in (None, 1) and (stop is None or same_size(stop, size)):
         return
     if call.tokens.in_number([size]):
         raise Refusal(_CHOOSES)
@@ -74,8 +74,8 @@ def _chosen(call: Call, state: State, parts: list[Any], kept: int | None, chosen
     picks = aligned([(call.state(c), len(s)) for c, s in zip(choosers, shapes, strict=True)], ndim)
     if isinstance(state, PerToken) and (kept is None or picks != SAME):
         raise Refusal(_CHOOSES)
-    places = [i for i, part in enumerate(parts) if not isinstance(part, slice)]
-    if places != list(range(places[0], places[-1] + 1)) or None in parts:
+    places = [i for i, p in enumerate(parts) if p is not None and not isinstance(p, slice)]
+    if places != list(range(places[0], places[-1] + 1)):
         raise Refusal("chooses by tensors that are not neighbours", "index in two steps")
     if isinstance(picks, PerToken):
         return picks.at(picks.dim + chosen)

@@ -96,6 +96,10 @@ SAME = Same()
 UNPROVEN = Unproven()
 
 
+def sorts_tokens(sort: Node) -> Refusal:
+    return Refusal("sorts tokens other than to send them to experts and back", node=sort)
+
+
 class Tokens:
     """The symbolic number of tokens, and how sizes follow from it."""
 
@@ -164,15 +168,26 @@ def reshape(state: PerToken, old: Sequence[Any], new: Sequence[Any], tokens: Tok
     Raises:
         Refusal: a dimension of the new shape crosses the border between two tokens.
     """
-    below = state.inner * math.prod(old[state.dim + 1 :])  # elements of a token in one run
-    for dim in tokens.in_shape(new):
-        factor, rest = tokens.factor(new[dim]), new[dim + 1 :]
-        if factor < 0 or tokens.in_shape(rest) or 0 in rest:
-            break
-        inner, odd = divmod(below, math.prod(rest))
-        if not odd and inner and not factor % inner:
-            return PerToken(dim, factor // inner, inner, state.order)
+    below = _size(old[state.dim + 1 :]) * state.inner  # elements of a token in one run
+    dims = tokens.in_shape(new)
+    if len(dims) == 1 and tokens.factor(new[dims[0]]) > 0 and below:
+        factor, rest = tokens.factor(new[dims[0]]), _size(new[dims[0] + 1 :])
+        inner, odd = divmod(below, rest)
+        if not odd and not factor % inner:
+            return PerToken(dims[0], factor // inner, inner, state.order)
     raise Refusal("lays the elements of several tokens into one row")
+
+
+def _size(sizes: Sequence[Any]) -> int:
+    """Number of elements of known sizes.
+
+    Raises:
+        Refusal: a size is a symbol.
+    """
+    known = [s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes]
+    if not all(isinstance(s, int) or s.is_Integer for s in known):
+        raise Refusal("has sizes that the graph doesn't fix", "register plain tensors as buffers")
+    return math.prod(int(s) for s in known)
 
 
 def aligned(states: Sequence[tuple[State, int]], ndim: int) -> State:
@@ -185,5 +200,6 @@ def aligned(states: Sequence[tuple[State, int]], ndim: int) -> State:
         state.at(state.dim + ndim - own) for state, own in states if isinstance(state, PerToken)
     }
     if len(found) > 1:
-        raise Refusal("pairs elements of different tokens")
+        sorts = [state.order for state in found if state.order is not None]
+        raise sorts_tokens(sorts[0]) if sorts else Refusal("pairs elements of different tokens")
     return found.pop() if found else SAME

@@ -46,11 +46,7 @@ def _reduced(call: Call, dims: set[int] | None) -> State:
     if dims is None or state.dim in dims:
         raise Refusal("reduces over the tokens")
     keep = call.get("keepdim", False)
-    return _each(call, state.at(state.dim - (0 if keep else sum(d < state.dim for d in dims))))
-
-
-def _each(call: Call, state: PerToken) -> State:
-    return (state,) * len(call.output) if isinstance(call.output, tuple) else state
+    return state.at(state.dim - (0 if keep else sum(dim < state.dim for dim in dims)))
 
 
 @rule(
@@ -109,10 +105,10 @@ def cosine_similarity(call: Call) -> State:
 def _along(call: Call, dim: int | tuple[int, ...] | None) -> State:
     state = call.only("input")
     ndim = _ndim(call)
-    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-    if dim is None or state.dim in {int(d) % ndim for d in dims}:
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,) if dim is not None else ()
+    if not dims or state.dim in {int(d) % ndim for d in dims}:
         raise Refusal("works along the tokens")
-    return _each(call, state)
+    return state
 
 
 @rule("layer_norm", "rms_norm", args="input normalized_shape weight bias how more")
@@ -133,6 +129,17 @@ def group_norm(call: Call) -> State:
     return state
 
 
+@rule("instance_norm", args="input mean var weight bias use_input_stats momentum how more")
+def instance_norm(call: Call) -> State:
+    """Normalise over everything but the first two dimensions."""
+    state = call.only("input")
+    if state.dim != 0:
+        raise Refusal("normalises over the tokens", "make the tokens its first dimension")
+    if call.get("mean") is not None:
+        raise Refusal("updates running statistics", "set track_running_stats=False")
+    return state
+
+
 @rule("batch_norm", args="input mean var weight bias training momentum how")
 def batch_norm(call: Call) -> State:
     """With running statistics, a scale and a shift for each place in dimension 1."""
@@ -146,6 +153,15 @@ def batch_norm(call: Call) -> State:
     return state
 
 
+@rule("interpolate", args="input size scale_factor mode align_corners *how")
+def interpolate(call: Call) -> State:
+    """Resample all dimensions but the first two."""
+    state = call.only("input")
+    if state.dim > 1:
+        raise Refusal("blends neighbouring tokens")
+    return state
+
+
 @rule(
     *(f"{kind}_pool{n}d" for n in (1, 2, 3) for kind in ("avg", "max", "lp")),
     *(f"adaptive_{kind}_pool{n}d" for n in (1, 2, 3) for kind in ("avg", "max")),
@@ -156,4 +172,4 @@ def pool(call: Call) -> State:
     state = call.only("input")
     if state.dim >= _ndim(call) - int(call.op[-2]):
         raise Refusal("pools neighbouring tokens")
-    return _each(call, state)
+    return state

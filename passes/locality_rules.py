@@ -1,8 +1,8 @@
 """The rules of the token-locality pass, and how one op is judged by them.
 
-A rule states, for a family of ops, where the tokens are in the result, or raises `Refusal`. It is
-declared with the names of its ops and of their arguments, and is asked only when the op takes at
-least one value that has tokens. An op without a rule is refused.
+A rule states, for a family of ops, where the tokens are in the result (in each of several), or
+raises `Refusal`. It is declared with the names of its ops and of their arguments, and is asked
+only when the op takes at least one value that has tokens. An op without a rule is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx.node import map_aggregate
 
-from prefix_rewrite.passes.locality_call import Call, storage_of
+from prefix_rewrite.passes.locality_call import Call, is_torchs, storage_of
 from prefix_rewrite.passes.locality_layout import (
     SAME,
     UNPROVEN,
@@ -51,9 +51,14 @@ POINTWISE = "pointwise"  # the rule for every op that torch itself tags so
 # Judged before RULES: they return None for a call that is not theirs, and may take `Special`.
 EXPERT_RULES: dict[str, tuple[tuple[str, ...], Callable[[Call], State | None]]] = {}
 
+_NO_RULE = "has no token-locality rule"
+_RULE_WANTED = "use ops that have one, or declare one beside those in passes/locality_*.py"
 _READS_SIZE = {"dim", "is_floating_point", "ndimension", "numel", "shape", "size", "stride"}
 _DROPOUTS = {"alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d"}
 _DROPOUTS |= {"feature_alpha_dropout", "feature_dropout"}
+_LOSSES = {"binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy"}
+_LOSSES |= {"ctc_loss", "huber_loss", "kl_div", "mse_loss", "nll_loss", "smooth_l1_loss"}
+_LOSSES |= {"cross_entropy_loss", "l1_loss", "nll_loss_nd"}
 _RECURRENT = {"gru", "lstm", "rnn_relu", "rnn_tanh"}  # tagged as random for their dropout
 
 
@@ -95,20 +100,27 @@ def judge(call: Call) -> State:
     Raises:
         Refusal: the op may mix tokens, or depend on how many there are or where they are stored.
     """
-    if call.node.kwargs.get("out") is not None:
-        raise Refusal("writes into out=", "use what it returns")
+    _check_known(call)
     _check_random(call)
     several = call.state(call.node.args[0]) if call.op == "getitem" else SAME
     if isinstance(several, tuple):
-        return several[call.node.args[1]]  # type: ignore[index]
+        return several[call.node.args[1]]
     states = [found for node in call.inputs for found in states_in(call.state(node))]
     if UNPROVEN in states:
-        return call.tokens.by_shape(call.output)
+        return _after_refusal(call, states)
     if call.in_place:
         _check_target(call)
     state = _ask(call, states)
+    if isinstance(call.output, (tuple, list)) and not isinstance(state, tuple):
+        state = (state,) * len(call.output)
     _check_result(call, state)
     return state
+
+
+def _after_refusal(call: Call, states: list[State]) -> State:
+    """Believe the shape as soon as values of proven tokens come in again."""
+    guess = call.tokens.by_shape(call.output)
+    return guess if guess == SAME or set(states) - {SAME, UNPROVEN} else UNPROVEN
 
 
 def _ask(call: Call, states: list[State]) -> State:
@@ -126,10 +138,7 @@ def _ask(call: Call, states: list[State]) -> State:
         return SAME
     known = find_rule(call.op)
     if known is None:
-        raise Refusal(
-            "has no token-locality rule",
-            "write it with ops that have one, or declare one beside those in passes/locality_*.py",
-        )
+        raise Refusal(_NO_RULE, _RULE_WANTED)
     if call.in_place and not known.in_place:
         raise Refusal("changes a tensor's shape or order in place", "use the op that copies")
     if not known.sizes:
@@ -150,12 +159,25 @@ def _without_tokens(call: Call) -> State:
     return known.infer(replace(call, names=known.names))
 
 
+def _check_known(call: Call) -> None:
+    """Whatever its inputs, some ops do more than a rule could tell."""
+    if call.node.kwargs.get("out") is not None:
+        raise Refusal("writes into out=", "use what it returns")
+    if call.op in _LOSSES:
+        raise Refusal(
+            "computes a loss in forward, which a forest can't return",
+            "call it without labels, and compute the loss from out.logprobs",
+        )
+    if not is_torchs(call.node):
+        raise Refusal(_NO_RULE, _RULE_WANTED)
+
+
 def _check_random(call: Call) -> None:
     what, remedy = "draws other random numbers for a forest than for its calls", "remove it"
     if call.op in _DROPOUTS:
         given = dict(zip(("input", "p", "training"), call.node.args, strict=False))
         given |= call.node.kwargs
-        if not given.get("training", True) or not given.get("p", 0.5):
+        if not given.get("training", given.get("train", True)) or not given.get("p", 0.5):
             return
         what, remedy = f"of {given.get('p', 0.5)} in training", "set it to 0 or call eval()"
     elif call.op in _RECURRENT or not has_tag(call.op, torch.Tag.nondeterministic_seeded):

@@ -8,13 +8,13 @@ import torch
 
 from prefix_rewrite.passes.locality_call import Call
 from prefix_rewrite.passes.locality_layout import (
+    UNPROVEN,
     PerToken,
     Refusal,
     State,
     StorageIndex,
     aligned,
     reshape,
-    states_in,
 )
 from prefix_rewrite.passes.locality_rules import rule
 from prefix_rewrite.passes.nodes import shape_of, value_of
@@ -140,7 +140,7 @@ def split(call: Call) -> State:
     state = call.only("input")
     if call.get("dim", 0) % len(shape_of(call.get("input"))) == state.dim:
         raise Refusal("splits the tokens")
-    return (state,) * len(call.output)
+    return state
 
 
 @rule("unbind", "select", args="input dim index")
@@ -150,8 +150,7 @@ def unbind(call: Call) -> State:
     dim = call.get("dim", 0) % len(shape_of(call.get("input")))
     if dim == state.dim:
         raise Refusal("takes tokens apart")
-    state = state.at(state.dim - (state.dim > dim))
-    return (state,) * len(call.output) if call.op == "unbind" else state
+    return state.at(state.dim - (state.dim > dim))
 
 
 @rule("narrow", args="input dim start length")
@@ -198,7 +197,7 @@ def made(call: Call) -> State:
     if call.op in ("full", "new_full") and call.tokens.in_number(value_of(_fill(call))):
         raise Refusal("computes with the number of tokens", "use a constant")
     guess = call.tokens.by_shape(call.output)
-    if not all(isinstance(state, PerToken) for state in states_in(guess)):
+    if guess == UNPROVEN:
         raise Refusal("makes a tensor with a place for every pair of tokens")
     return guess
 

@@ -15,12 +15,14 @@ from prefix_rewrite.passes.nodes import copy_graph, walk
 from prefix_rewrite.passes.project_edges import project_edges
 from prefix_rewrite.passes.reject_unsupported import reject_unsupported
 from prefix_rewrite.passes.replace_mixers import replace_mixers
+from prefix_rewrite.passes.token_locality import token_locality
 from prefix_rewrite.passes.verify_rewrite import verify_rewrite
 
 Pass = Callable[[GraphModule, PassContext], PassReport]
 
 PASSES: tuple[Pass, ...] = (
     graph_census,
+    token_locality,
     reject_unsupported,
     bind_layout,
     replace_mixers,

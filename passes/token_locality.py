@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -52,6 +53,7 @@ from prefix_rewrite.passes.nodes import (
 from prefix_rewrite.targets import find_target
 
 leaf = torch.ops.prefix_rewrite
+KEEP_NOTHING = "keep no state between calls: a forest runs once where its calls run many times"
 
 
 def token_locality(graph_module: GraphModule, context: PassContext) -> PassReport:
@@ -69,17 +71,22 @@ def token_locality(graph_module: GraphModule, context: PassContext) -> PassRepor
 
 
 def _branches(tokens: torch.SymInt) -> Iterator[Finding]:
-    """A graph captured with one number of tokens may not be that of another number."""
+    """A graph captured with one number of tokens may not be that of another number.
+
+    Python code that looks at the number leaves a guard that Dynamo itself made; torch's own ops
+    leave guards too, but what they compute is the same on both sides.
+    """
     symbol = tokens.node._expr
+    fixed = bool(tokens.node.expr.is_Integer)
     for guard in tokens.node.shape_env.guards:
-        if symbol in guard.expr.free_symbols:
-            fixed = tokens.node.expr.is_Integer
+        by_code = "torch/_dynamo/" in str(getattr(guard.sloc.framework_loc, "filename", ""))
+        if symbol in guard.expr.free_symbols and (fixed or by_code):
+            code, _, source = str(guard.sloc.maybe_user_loc or guard.sloc).rpartition("  # ")
+            does = f"fixes the number of tokens to {tokens}" if fixed else "branches on it"
             yield Finding(
-                what=f"fixes the number of tokens to {tokens}"
-                if fixed
-                else f"branches on the number of tokens ({guard.expr})",
-                remedy="a forest has more tokens than its calls: decide by position_ids or config",
-                source=str(guard.sloc.maybe_user_loc or guard.sloc).rpartition("# ")[2],
+                f"looks at the number of tokens and {does}, in `{code}`",
+                "a forest has more tokens than its calls: decide by position_ids or by the config",
+                source=source,
             )
 
 
@@ -106,14 +113,15 @@ class Proof:
                 known = node is ids or node.target == "L_position_ids_"
                 self._states[node] = PerToken(1) if known else SAME
                 if not known and self._tokens.by_shape(value_of(node)) != SAME:
-                    reason = "is no input of the tokens, yet as long as them"
-                    self._report(node, Refusal(reason, "register the model's tensors as buffers"))
+                    self._report(node, Refusal("is a tensor as long as the tokens", KEEP_NOTHING))
         project = self._context.checked_census.project
-        logits: Node = project.args[0]  # type: ignore[assignment]
+        logits: Node = project.args[0]
         self._run(graph_module, [logits, *self._judged_outputs(graph_module)])
-        state = self._states[logits]
-        if state not in (PerToken(1), UNPROVEN):
+        if self._states[logits] not in (PerToken(1), UNPROVEN):
             self._report(logits, Refusal("returns logits that are not [1, tokens, vocabulary]"))
+        for node in graph_module.graph.output_node().all_input_nodes:
+            if project not in node.all_input_nodes:
+                self._report(node, Refusal("makes a value that the model keeps", KEEP_NOTHING))
 
     def _judged_outputs(self, graph_module: GraphModule) -> list[Node]:
         """Outputs beside the logits, but for other heads: those are reported as such."""
@@ -122,7 +130,7 @@ class Proof:
             return []
         nodes = (node for _, node in walk(graph_module))
         heads = set(other_heads(census.project, nodes, census.tokens, census.vocab_size))
-        others = [node for node in census.project.args[1] if isinstance(node, Node)]  # type: ignore[union-attr]
+        others = [node for node in census.project.args[1] if isinstance(node, Node)]
         return [node for node in others if not heads & _ancestors([node])]
 
     def _run(self, graph_module: GraphModule, outputs: Iterable[Node]) -> None:
@@ -139,7 +147,8 @@ class Proof:
             state = self._infer(graph_module, node, op, in_place)
         except Refusal as refusal:
             self._report(refusal.node or node, refusal)
-            state = self._tokens.by_shape(value_of(node))
+            guess = self._tokens.by_shape(value_of(node))
+            state = guess if refusal.node is None or guess == SAME else UNPROVEN
         else:
             self.proven[op] += 1
             if in_place:
@@ -163,9 +172,9 @@ class Proof:
         inputs = [inner for inner in child.graph.nodes if inner.op == "placeholder"]
         for inner, outer in zip(inputs, given, strict=True):
             self._states[inner] = self._states[outer] if isinstance(outer, Node) else SAME
-        results: Sequence[Node] = child.graph.output_node().args[0]
+        results: Sequence[Any] = child.graph.output_node().args[0]
         self._run(child, child.graph.output_node().all_input_nodes)
-        return tuple(self._states[result] for result in results)
+        return tuple(self._states[r] if isinstance(r, Node) else SAME for r in results)
 
     def _mixer(self, node: Node) -> State:
         """What it does with tokens is known, if each of its inputs has them one by one."""
@@ -173,7 +182,10 @@ class Proof:
             for state in states_in(self._states[value]):
                 if not (state in (SAME, UNPROVEN) or isinstance(state, PerToken) and state.plain):
                     raise Refusal(f"gets a {name} whose rows are not the tokens in their order")
-        return self._tokens.by_shape(value_of(node))
+        result = self._tokens.by_shape(value_of(node))
+        if not all(isinstance(s, PerToken) and s.plain or s == SAME for s in states_in(result)):
+            raise Refusal("returns rows that are not the tokens")
+        return result
 
     def _report(self, node: Node, refusal: Refusal) -> None:
         """Add a finding, unless the head's own reader refused the same op."""
