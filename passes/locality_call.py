@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 from prefix_rewrite.passes.locality_layout import (
     SAME,
@@ -51,8 +52,9 @@ _KEYWORDS = {"self": "input", "axis": "dim", "axes": "dims", "keepdims": "keepdi
 _KEYWORDS |= {"split_size_or_sections": "sizes", "split_size": "sizes", "chunks": "sizes"}
 # Keywords that change neither which elements are read nor where the result is put.
 _HARMLESS = frozenset(
-    {"_stacklevel", "copy", "device", "dtype", "inplace", "layout", "memory_format"}
-    | {"non_blocking", "pin_memory", "requires_grad", "correction", "unbiased", "eps"}
+    {"_stacklevel", "alpha", "copy", "correction", "device", "dtype", "eps", "include_self"}
+    | {"inplace", "layout", "memory_format", "non_blocking", "pin_memory", "reduce"}
+    | {"requires_grad", "unbiased", "value"}
 )
 _TORCH_MODULES = ("torch.functional", "torch.nn.functional", "torch._C", "torch.special")
 
@@ -154,7 +156,7 @@ class Call:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """Arguments by name.
+        """Arguments by name; numbers that the graph computes are written as numbers.
 
         Raises:
             Refusal: one is given that the rule for the op doesn't know.
@@ -173,7 +175,18 @@ class Call:
             if name not in (*named, *rest) and name not in _HARMLESS and value is not None:
                 raise Refusal(f"is given {keyword}={value}, which its rule doesn't know")
             given[name] = value
-        return given
+        return {name: map_aggregate(value, self._written) for name, value in given.items()}
+
+    def _written(self, argument: Any) -> Any:
+        """Write a number out, unless it is a size that depends on the tokens."""
+        value = value_of(argument)
+        if not isinstance(value, torch.SymInt):
+            return value if isinstance(value, int) else argument
+        if value.node.expr.is_Integer:
+            return int(value.node.expr)
+        if not self.tokens.in_number(value):
+            raise Refusal("is given a number that the graph doesn't fix", "use a constant")
+        return argument
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self.arguments.get(name)

@@ -100,7 +100,7 @@ def sort_by_expert(call: Call) -> State | None:
 
 @expert_rule(*_CASTS, args="input *how")
 def cast(call: Call) -> State | None:
-    state = call.state(call.node.args[0])
+    state = call.state(call.inputs[0])
     return state if isinstance(state, (Sorted, Groups)) else None
 
 

@@ -19,6 +19,7 @@ from prefix_rewrite.passes.locality_rules import rule
 from prefix_rewrite.passes.nodes import same_size, shape_of, value_of
 
 _CHOOSES = "chooses among the tokens"
+_OTHER_PLACES = "writes rows of tokens to other tokens' places"
 
 
 @rule("getitem", args="input index", sizes=True)
@@ -48,7 +49,7 @@ def indexed(call: Call, source: Any, index: Any) -> State:
         elif _index_shape(part) is not None:
             chosen = new if chosen is None else chosen
         elif isinstance(part, bool) or call.tokens.in_number(value_of(part)):
-            raise Refusal("chooses by the number of tokens, or by a bool")
+            raise Refusal("chooses by the number of tokens, or by a bool", "use position_ids")
         old += 1
     if chosen is not None:
         return _chosen(call, state, parts, kept, chosen)
@@ -126,7 +127,7 @@ def setitem(call: Call) -> State:
     if isinstance(written, PerToken):
         ndim = _ndim(target, index)
         if aligned([(places, ndim), (written, len(shape_of(value)))], ndim) != places:
-            raise Refusal("writes rows of tokens to other tokens' places")
+            raise Refusal(_OTHER_PLACES)
     return state
 
 
@@ -151,48 +152,41 @@ def index_select(call: Call) -> State:
     return picks.at(dim)
 
 
-@rule("gather", "take_along_dim", args="input dim index")
+@rule("gather", args="input dim index")
 def gather(call: Call) -> State:
     """Elements of each token by that token's own indices."""
-    names = ("input", "index", "dim") if call.op == "take_along_dim" else ("input", "dim", "index")
-    given = dict(zip(names, call.node.args, strict=False)) | call.node.kwargs
-    source, index, dim = given["input"], given["index"], given.get("dim")
-    states = [call.state(source), call.state(index)]
-    ndim = len(shape_of(index))
-    if dim is None or len(shape_of(source)) != ndim or states[0] not in (SAME, states[1]):
+    source, picks = call.state(call.get("input")), call.state(call.get("index"))
+    dim = call.get("dim") % len(call.shape)
+    if not isinstance(picks, PerToken) or source not in (SAME, picks):
         raise Refusal(_CHOOSES)
-    picks = states[1]
-    if not isinstance(picks, PerToken) or (states[0] == SAME) != (picks.dim == dim % ndim):
+    if (source == SAME) != (picks.dim == dim):
         raise Refusal(_CHOOSES)
     return picks
 
 
-@rule("scatter", "scatter_add", "scatter_reduce", args="input dim index src *how", in_place=True)
+@rule("scatter", "scatter_add", "scatter_reduce", args="input dim index src how", in_place=True)
 def scatter(call: Call) -> State:
     """Write into each token, at places that the token itself names."""
-    given = dict(zip(("input", "dim", "index", "src"), call.node.args, strict=False))
-    given |= call.node.kwargs
-    state = call.state(given["input"])
-    others = [given["index"], given.get("src", given.get("value"))]
+    state = call.state(call.get("input"))
+    others = (call.get(name) for name in ("index", "src", "value"))
     states = [call.state(node) for node in others if isinstance(node, Node)]
-    if not isinstance(state, PerToken) or any(other != state for other in states):
-        raise Refusal("writes rows of tokens to other tokens' places")
-    if given["dim"] % len(shape_of(given["input"])) == state.dim:
-        raise Refusal("writes rows of tokens to other tokens' places")
-    return state
+    return _written(call, state, states)
 
 
 @rule("index_add", "index_copy", "index_fill", args="input dim index source", in_place=True)
 def index_add(call: Call) -> State:
     """Write the same places of each token."""
-    given = dict(zip(("input", "dim", "index", "source"), call.node.args, strict=False))
-    given |= call.node.kwargs
-    state, source = call.state(given["input"]), call.state(given.get("source"))
-    dim = given["dim"] % len(shape_of(given["input"]))
-    if call.state(given["index"]) != SAME or not isinstance(state, PerToken) or dim == state.dim:
-        raise Refusal("writes rows of tokens to other tokens' places")
-    if source not in (SAME, state):
-        raise Refusal("writes rows of tokens to other tokens' places")
+    state = call.state(call.get("input"))
+    if call.state(call.get("index")) != SAME:
+        raise Refusal(_OTHER_PLACES)
+    source = call.state(call.get("source"))
+    return _written(call, state, [] if source == SAME else [source])
+
+
+def _written(call: Call, state: State, others: list[State]) -> State:
+    dim = call.get("dim") % len(shape_of(call.get("input")))
+    if not isinstance(state, PerToken) or dim == state.dim or any(o != state for o in others):
+        raise Refusal(_OTHER_PLACES)
     return state
 
 

@@ -40,7 +40,7 @@ def where(call: Call) -> State:
 )
 def cast(call: Call) -> State:
     """The same elements in another type, device or memory."""
-    return call.state(call.node.args[0])
+    return call.state(call.inputs[0])
 
 
 @rule("empty_like", "full_like", "ones_like", "zeros_like", args="input fill_value")

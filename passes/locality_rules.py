@@ -59,6 +59,7 @@ _DROPOUTS |= {"feature_alpha_dropout", "feature_dropout"}
 _LOSSES = {"binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy"}
 _LOSSES |= {"ctc_loss", "huber_loss", "kl_div", "mse_loss", "nll_loss", "smooth_l1_loss"}
 _LOSSES |= {"cross_entropy_loss", "l1_loss", "nll_loss_nd"}
+_ALSO_RANDOM = {"binomial", "random"}  # not tagged as such
 _RECURRENT = {"gru", "lstm", "rnn_relu", "rnn_tanh"}  # tagged as random for their dropout
 
 
@@ -124,6 +125,8 @@ def _after_refusal(call: Call, states: list[State]) -> State:
 
 
 def _ask(call: Call, states: list[State]) -> State:
+    if call.op in _READS_SIZE:
+        return SAME
     names, infer = EXPERT_RULES.get(call.op, ((), None))
     if infer is not None:
         found = infer(replace(call, names=names))
@@ -134,8 +137,6 @@ def _ask(call: Call, states: list[State]) -> State:
             raise state.misused()
     if all(state == SAME for state in states):
         return _without_tokens(call)
-    if call.op in _READS_SIZE:
-        return SAME
     known = find_rule(call.op)
     if known is None:
         raise Refusal(_NO_RULE, _RULE_WANTED)
@@ -180,7 +181,9 @@ def _check_random(call: Call) -> None:
         if not given.get("training", given.get("train", True)) or not given.get("p", 0.5):
             return
         what, remedy = f"of {given.get('p', 0.5)} in training", "set it to 0 or call eval()"
-    elif call.op in _RECURRENT or not has_tag(call.op, torch.Tag.nondeterministic_seeded):
+    elif call.op not in _ALSO_RANDOM and (
+        call.op in _RECURRENT or not has_tag(call.op, torch.Tag.nondeterministic_seeded)
+    ):
         return
     raise Refusal(what, remedy)
 
@@ -198,7 +201,8 @@ def _check_numbers(call: Call) -> None:
 
 def _check_target(call: Call) -> None:
     target = storage_of(call.inputs[0])
-    if target.op in ("placeholder", "get_attr"):
+    given = str(target.target) == "prefix_rewrite.leaf_bind"
+    if given or target.op in ("placeholder", "get_attr"):
         raise Refusal(
             "changes a parameter, a buffer or an input in place: a forest runs once where its "
             "calls run many times",
@@ -211,9 +215,12 @@ def _check_result(call: Call, state: State) -> None:
     value = value_of(call.inputs[0]) if call.in_place else call.output
     values = value if isinstance(state, tuple) else (value,)
     for found, item in zip(states_in(state), values, strict=True):
+        shape = tuple(item.shape) if isinstance(item, torch.Tensor) else ()
+        dims = [found.dim] if isinstance(found, PerToken) else []
+        if isinstance(found, Special):
+            continue
+        assert call.tokens.in_shape(shape) == dims, f"{call.op}: {found} of {shape}"
         if isinstance(found, PerToken):
-            shape = tuple(item.shape)
-            assert call.tokens.in_shape(shape) == [found.dim], f"{call.op}: {found} of {shape}"
             factor = call.tokens.factor(shape[found.dim])
             assert factor == found.outer * found.inner, f"{call.op}: {found} of {shape}"
     if call.in_place and not isinstance(state, Special) and state != call.state(call.inputs[0]):

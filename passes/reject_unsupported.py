@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
@@ -56,9 +55,7 @@ def _rank_reasons(call: MixerCall) -> list[Reason]:
 
 def _graph_findings(graph_module: GraphModule) -> Iterator[Finding]:
     for _, node in walk(graph_module):
-        if node.target is torch.ops.prefix_rewrite.leaf_unknown_mixer:
-            yield _at(node, f"calls {node.args[1]}, which has no tree op", "use another model")
-        elif node.target in _DROPOUTS and _dropout_probability(node) > 0:
+        if node.target in _DROPOUTS and _dropout_probability(node) > 0:
             yield _at(
                 node,
                 f"dropout of {_dropout_probability(node)} in training",

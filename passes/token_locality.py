@@ -59,6 +59,9 @@ KEEP_NOTHING = "keep no state between calls: a forest runs once where its calls 
 def token_locality(graph_module: GraphModule, context: PassContext) -> PassReport:
     """Add a finding for every op that is not proven; count those that are."""
     tokens = context.checked_census.tokens
+    assert isinstance(tokens, torch.SymInt), (
+        "Dynamo must be given 2 tokens or more, marked dynamic"
+    )
     findings = list(_branches(tokens))
     counts: Counter[str] = Counter()
     if not tokens.node.expr.is_Integer:
@@ -160,8 +163,6 @@ class Proof:
             return PerToken(1)
         if node.target is checkpoint_op:
             return self._checkpoint(graph_module, node)
-        if node.target is leaf.leaf_unknown_mixer:  # refused as such
-            return self._tokens.by_shape(value_of(node))
         if find_target(node) is not None:
             return self._mixer(node)
         return judge(Call(node, op, in_place, self._tokens, self._states))

@@ -18,6 +18,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from prefix_rewrite.entry import GraphOutput, make_entry
 from prefix_rewrite.errors import Finding, PrefixRewriteError, UnsupportedModelError
@@ -118,6 +119,11 @@ class CapturedModel:
         entropy: bool,
         logits: bool,
     ) -> GraphOutput | None:
+        if is_in_torch_dispatch_mode():
+            raise PrefixRewriteError(
+                "forests must run outside torch dispatch modes, got one: under it Dynamo captures "
+                "nothing; leave the mode off around the call"
+            )
         if planned is not None:
             self._check_attention()
         with (

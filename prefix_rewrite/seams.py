@@ -20,19 +20,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from prefix_rewrite.mixers.base import define_leaf
 from prefix_rewrite.targets import TARGETS
 
 _THREAD = threading.local()
 _SUBSTITUTED: dict[int, types.FunctionType] = {}  # holds the function: its id is never reused
-
-leaf_unknown_mixer = define_leaf(
-    "leaf_unknown_mixer",
-    "(Tensor x, str name) -> Tensor",
-    lambda x, name: torch.empty_like(x),
-)
 
 
 @contextmanager
@@ -51,23 +44,9 @@ def _is_ours() -> bool:
     return getattr(_THREAD, "active", False)
 
 
-def _unknown_mixer(name: str) -> Callable[..., Any]:
-    """Show a mixer that has no tree op as one node, so that it is refused by its name."""
-
-    def seam(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = leaf_unknown_mixer(x, name)
-        return (out, None) if "chunk" in name else out
-
-    return seam
-
-
 def _seams() -> dict[str, Callable[..., Any]]:
     """By the names under which modeling files call their mixers."""
-    unknown: tuple[str, ...] = ()
-    seams = {name: _unknown_mixer(name) for name in unknown}
-    for target in TARGETS:
-        seams.update(target.seams)
-    return seams
+    return {name: seam for target in TARGETS for name, seam in target.seams.items()}
 
 
 def install_seams(model: nn.Module) -> None:

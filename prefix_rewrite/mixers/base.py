@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from prefix_rewrite.distributed.share import SharePlanner
+from prefix_rewrite.errors import PrefixRewriteError
 from prefix_rewrite.plan import Planner
 
 Reason = tuple[str, str]  # what was met, what to do about it
@@ -88,13 +89,21 @@ class Target:
 
 
 def define_leaf(name: str, schema: str, fake: Callable[..., Any]) -> Any:
-    """Define an op that exists in captured graphs only: it has a shape, but no kernel."""
+    """Define an op that exists in captured graphs only: it has a shape; run, it raises."""
     qualified = f"prefix_rewrite::{name}"
     torch.library.define(qualified, schema)
+    torch.library.impl(qualified, "CompositeExplicitAutograd")(_run_uncaptured)
     torch.library.register_fake(qualified, fake)
     # Without an autograd rule Dynamo would see outputs that need no gradient.
     torch.library.register_autograd(qualified, lambda ctx, *grads: None)
     return getattr(torch.ops.prefix_rewrite, name)
+
+
+def _run_uncaptured(*arguments: Any) -> Any:
+    raise PrefixRewriteError(
+        "a forest must run through the captured graph, but Dynamo did not capture the model; "
+        "leave torch.compiler.set_stance('force_eager') and TORCHDYNAMO_DISABLE off"
+    )
 
 
 def leaf_signature(op: Any) -> Signature:
