@@ -18,7 +18,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
 from prefix_rewrite.entry import GraphOutput, make_entry
 from prefix_rewrite.errors import Finding, PrefixRewriteError, UnsupportedModelError
@@ -119,7 +119,7 @@ class CapturedModel:
         entropy: bool,
         logits: bool,
     ) -> GraphOutput | None:
-        if is_in_torch_dispatch_mode():
+        if is_in_any_mode_without_ignore_compile_internals():
             raise PrefixRewriteError(
                 "forests must run outside torch dispatch modes, got one: under it Dynamo captures "
                 "nothing; leave the mode off around the call"
