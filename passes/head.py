@@ -18,6 +18,10 @@ from torch.fx import Node
 
 from prefix_rewrite.errors import Finding
 from prefix_rewrite.ops.edge_logprobs import is_sharded
+from prefix_rewrite.passes.head_moves import move_findings
+from prefix_rewrite.passes.locality_call import read_op
+from prefix_rewrite.passes.locality_pointwise import cast, pointwise, where
+from prefix_rewrite.passes.locality_rules import find_rule
 from prefix_rewrite.passes.nodes import (
     depends_on,
     module_path,
@@ -42,9 +46,6 @@ _ARITHMETIC = {
     operator.isub: "sub",
     torch.sub: "sub",
 }
-_POINTWISE_FUNCTIONS = {*_ARITHMETIC, operator.neg, torch.tanh, torch.sigmoid, torch.clamp}
-_POINTWISE_METHODS = {"add", "bfloat16", "clamp", "clone", "contiguous", "div", "double", "float"}
-_POINTWISE_METHODS |= {"half", "mul", "neg", "sigmoid", "sub", "tanh", "to", "type_as"}
 _PROJECTIONS = {F.linear, torch.matmul, operator.matmul}
 RESHARDING = {"redistribute", "to_local"}  # methods that tensor parallel wraps a head in
 
@@ -110,6 +111,7 @@ def read_head(logits: Node, tokens: Any) -> Head:
         pending.extend(rows)
     order = {node: i for i, node in enumerate(logits.graph.nodes)}
     head.nodes = sorted(met, key=order.__getitem__)
+    head.findings.extend(move_findings(head.nodes, head.sources))
     head.fused = None if head.findings else _read_fused(logits, head)
     return head
 
@@ -188,13 +190,12 @@ def _ancestors(node: Node) -> set[Node]:
 
 
 def _is_pointwise(node: Node) -> bool:
-    if node.op == "call_method":
-        return node.target in _POINTWISE_METHODS
+    if not node.op.startswith("call"):
+        return False
     if node.target is operator.getitem:
         return _is_whole(node.args[1])
-    if node.target is F.dropout:
-        return not node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
-    return node.op == "call_function" and node.target in _POINTWISE_FUNCTIONS
+    known = find_rule(read_op(node)[0])
+    return known is not None and known.infer in (pointwise, cast, where)
 
 
 def _is_whole(index: Any) -> bool:

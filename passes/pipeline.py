@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
@@ -10,7 +9,9 @@ from torch.fx import GraphModule, Node
 from prefix_rewrite.passes.bind_layout import bind_layout
 from prefix_rewrite.passes.context import PassContext, PassReport
 from prefix_rewrite.passes.graph_census import graph_census
+from prefix_rewrite.passes.head_moves import MODES
 from prefix_rewrite.passes.honour_checkpoints import honour_checkpoints
+from prefix_rewrite.passes.locality_call import read_op
 from prefix_rewrite.passes.nodes import copy_graph, walk
 from prefix_rewrite.passes.project_edges import project_edges
 from prefix_rewrite.passes.reject_unsupported import reject_unsupported
@@ -31,11 +32,6 @@ PASSES: tuple[Pass, ...] = (
     verify_rewrite,
 )
 
-_IN_PLACE = {
-    getattr(operator, name)
-    for name in ("iadd", "iand", "ifloordiv", "imatmul", "imod", "imul", "ior", "ipow", "isub")
-} | {operator.itruediv, operator.ixor, operator.setitem}
-
 
 def rewrite(graph_module: GraphModule, context: PassContext) -> GraphModule:
     """Return a rewritten copy of a captured graph; the graph given is left as it was.
@@ -54,9 +50,7 @@ def rewrite(graph_module: GraphModule, context: PassContext) -> GraphModule:
 
 
 def _is_impure(node: Node) -> bool:
-    """Keep what changes a tensor in place: its effect may be read through another name."""
+    """Keep what changes a tensor in place, which may be read through another name, and modes."""
     if node.op in ("placeholder", "output"):
         return True
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
+    return node.op.startswith("call") and (node.target in MODES or read_op(node)[1])

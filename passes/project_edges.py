@@ -34,9 +34,15 @@ def project_edges(graph_module: GraphModule, context: PassContext) -> PassReport
         graph.erase_node(item)
     graph.erase_node(project)
     for node in reversed(head.nodes):
-        assert not node.users, f"{node} is used outside the head"
-        graph.erase_node(node)
+        _erase(node)
     return PassReport("project_edges", Counter(head=1))
+
+
+def _erase(node: Node) -> None:
+    """Erase a node of the head, and what only outputs beside the logits were made of."""
+    for user in list(node.users):
+        _erase(user)
+    node.graph.erase_node(node)
 
 
 def _select(graph: Graph, source: Node, edge_source: Any) -> Node:

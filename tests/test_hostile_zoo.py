@@ -9,12 +9,13 @@ import torch
 from forests import SHAPES, calls_of
 from hostile_models import HOSTILE_MODELS
 from hostile_ops import HOSTILE_OPS
+from hostile_outputs import HOSTILE_OUTPUTS
 from oracle import assert_equal_results, run_forest, run_rows
 from torch import Tensor, nn
 
 from prefix_rewrite import PrefixForest, UnsupportedModelError, prefix_compile
 
-PAIRS = HOSTILE_OPS | HOSTILE_MODELS
+PAIRS = HOSTILE_OPS | HOSTILE_MODELS | HOSTILE_OUTPUTS
 
 
 def logits_of_row(model: nn.Module, ids: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from probe import WIDTH, Pair, Probe
 from torch import Tensor
-from transformers.modeling_outputs import CausalLMOutput
 
 
 def _relative(m: Probe, x: Tensor) -> Tensor:
@@ -58,11 +57,6 @@ def _replaced(m: Probe) -> Tensor:
 def _written(m: Probe, x: Tensor) -> Tensor:
     m.cache[: x.shape[1]] = x[0].detach()
     return m.cache.mean(0)
-
-
-def _loss(m: Probe, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
-    logits = m.head(x)
-    return {"loss": F.cross_entropy(logits[0, :-1], ids[0, 1:]), "logits": logits}
 
 
 PRODUCTS = {
@@ -245,43 +239,4 @@ STATES = {
 }
 
 
-OUTPUTS = {
-    "second_head_on_later_tokens": Pair(
-        "second vocabulary projection",
-        lambda x, t: (t.m.head(x), t.m.next_head(x.roll(-1, 1))),
-        lambda x, t: (t.m.head(x), x),
-        last=True,
-    ),
-    "loss_inside": Pair(
-        "cross_entropy",
-        lambda x, t: CausalLMOutput(**_loss(t.m, x, t.ids)),
-        lambda x, t: CausalLMOutput(logits=t.m.head(x)),
-        last=True,
-    ),
-    "mean_as_output": Pair(
-        "mean",
-        lambda x, t: (t.m.head(x), x.mean()),
-        lambda x, t: (t.m.head(x), x.mean(-1)),
-        last=True,
-    ),
-    "logits_centred_over_tokens": Pair(
-        "mean",
-        lambda x, t: t.m.head(x) - t.m.head(x).mean(1, True),
-        lambda x, t: t.m.head(x) - 1.5,
-        last=True,
-    ),
-    "logits_of_the_last_token": Pair(
-        "getitem",
-        lambda x, t: t.m.head(x) + t.m.head(x[:, -1:]),
-        lambda x, t: t.m.head(x) + t.m.head(x[:, :]),
-        last=True,
-    ),
-    "log_softmax_after_the_head": Pair(
-        "log_softmax",
-        lambda x, t: t.m.head(x).log_softmax(-1),
-        lambda x, t: torch.tanh(t.m.head(x) / 7.0) * 7.0,
-        last=True,
-    ),
-}
-
-HOSTILE_MODELS = PRODUCTS | PLACES | STATES | OUTPUTS
+HOSTILE_MODELS = PRODUCTS | PLACES | STATES
