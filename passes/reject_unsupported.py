@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 
-import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from prefix_rewrite.errors import Finding, UnsupportedModelError
@@ -14,8 +13,6 @@ from prefix_rewrite.mixers.base import Reason
 from prefix_rewrite.passes.context import MixerCall, PassContext, PassReport
 from prefix_rewrite.passes.head import other_heads
 from prefix_rewrite.passes.nodes import module_path, source_line, walk
-
-_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout}
 
 
 def reject_unsupported(graph_module: GraphModule, context: PassContext) -> PassReport:
@@ -27,7 +24,6 @@ def reject_unsupported(graph_module: GraphModule, context: PassContext) -> PassR
     findings = [
         *context.findings,
         *_mixer_findings(context),
-        *_graph_findings(graph_module),
         *context.checked_census.head.findings,
         *_other_head_findings(graph_module, context),
     ]
@@ -51,21 +47,6 @@ def _rank_reasons(call: MixerCall) -> list[Reason]:
     if form is None:
         return [(f"{call.target.kind} has no context-parallel form", "pass cp_mesh=None")]
     return form.inspect(call.arguments)
-
-
-def _graph_findings(graph_module: GraphModule) -> Iterator[Finding]:
-    for _, node in walk(graph_module):
-        if node.target in _DROPOUTS and _dropout_probability(node) > 0:
-            yield _at(
-                node,
-                f"dropout of {_dropout_probability(node)} in training",
-                "set it to 0 or call eval()",
-            )
-
-
-def _dropout_probability(node: Node) -> float:
-    given = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
-    return float(given.get("p", 0.5)) if given.get("training", True) else 0.0  # type: ignore[arg-type]
 
 
 def _other_head_findings(graph_module: GraphModule, context: PassContext) -> Iterator[Finding]:
