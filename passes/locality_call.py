@@ -233,11 +233,18 @@ _VIEWS = frozenset(
 )
 
 
+# Ops that return several tensors, each with a storage of its own.
+_PAIRS = {"kthvalue", "max", "median", "min", "mode", "sort", "topk"}
+
+
 def storage_of(node: Node) -> Node:
     """Walk back from a tensor to the one that may own its storage."""
     while node.op.startswith("call") and node.all_input_nodes:
         op, in_place = read_op(node)
         if op not in _VIEWS and not in_place:
             break
-        node = node.all_input_nodes[0]
+        source = node.all_input_nodes[0]
+        if op == "getitem" and source.op.startswith("call") and read_op(source)[0] in _PAIRS:
+            break
+        node = source
     return node
