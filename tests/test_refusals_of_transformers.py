@@ -117,7 +117,7 @@ def test_positions_that_depend_on_the_length():
         (rope("dynamic", factor=2.0), "dynamic"),
         (rope("longrope", factor=2.0, original_max_position_embeddings=16, **factors), "longrope"),
     ):
-        (finding,) = findings_of(model, f"'{kind}' RoPE rotates a prefix differently")
+        finding, *_ = findings_of(model, f"'{kind}' RoPE rotates a prefix differently")
         assert finding.module == "model.rotary_emb"
     assert_accepted(rope("yarn", factor=2.0, original_max_position_embeddings=16))
 
