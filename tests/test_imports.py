@@ -7,9 +7,12 @@ from fresh import run_fresh
 EVERY_MODULE_FIRST = """
     import importlib, os, pkgutil, sys
     import torch, torch._dynamo  # once, so that each child imports in no time
-    import prefix_rewrite
+    import prefix_rewrite.passes
 
-    names = [m.name for m in pkgutil.walk_packages(prefix_rewrite.__path__, "prefix_rewrite.")]
+    # An editable install maps passes/ into the package from beside it.
+    homes = {"prefix_rewrite.": prefix_rewrite, "prefix_rewrite.passes.": prefix_rewrite.passes}
+    names = sorted({m.name for prefix, home in homes.items()
+                    for m in pkgutil.walk_packages(home.__path__, prefix)})
     for name in [m for m in sys.modules if m.startswith("prefix_rewrite")]:
         del sys.modules[name]
     failed = []
