@@ -248,3 +248,19 @@ def storage_of(node: Node) -> Node:
             break
         node = source
     return node
+
+
+def is_changed(node: Node) -> bool:
+    """Say whether a tensor is changed in place somewhere, by any name of its storage."""
+    pending = [storage_of(node)]
+    while pending:
+        name = pending.pop()
+        for user in name.users:
+            if not user.op.startswith("call") or user.all_input_nodes[0] is not name:
+                continue
+            op, in_place = read_op(user)
+            if in_place:
+                return True
+            if op in _VIEWS:
+                pending.append(user)
+    return False

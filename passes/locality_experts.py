@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from prefix_rewrite.passes.locality_call import Call, read_op, storage_of
+from prefix_rewrite.passes.locality_call import Call, is_changed, read_op
 from prefix_rewrite.passes.locality_layout import (
     SAME,
     PerToken,
@@ -245,10 +245,8 @@ def _limit_of(keys: Node) -> int | None:
 
 def _back(node: Node, ops: set[str]) -> Iterator[Node]:
     """Yield a node and what it was made from by the given ops."""
-    calls = [n for n in node.graph.nodes if n.op.startswith("call") and n.all_input_nodes]
-    changed = {storage_of(n.all_input_nodes[0]) for n in calls if read_op(n)[1]}
     while True:
-        if storage_of(node) in changed:
+        if is_changed(node):
             raise Refusal("counts keys that are changed in place")
         yield node
         if not node.op.startswith("call") or read_op(node)[0] not in ops:

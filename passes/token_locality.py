@@ -15,7 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from prefix_rewrite.errors import Finding
 from prefix_rewrite.passes import (  # noqa: F401  (each declares its rules)
@@ -115,8 +117,7 @@ class Proof:
             if node.op == "placeholder":
                 known = node is ids or node.target == "L_position_ids_"
                 self._states[node] = PerToken(1) if known else SAME
-                if not known and self._tokens.by_shape(value_of(node)) != SAME:
-                    self._report(node, Refusal("is a tensor as long as the tokens", KEEP_NOTHING))
+                self._check_placeholder(node, known)
         project = self._context.checked_census.project
         logits: Node = project.args[0]
         self._run(graph_module, [logits, *self._judged_outputs(graph_module)])
@@ -125,6 +126,14 @@ class Proof:
         for node in graph_module.graph.output_node().all_input_nodes:
             if project not in node.all_input_nodes:
                 self._report(node, Refusal("makes a value that the model keeps", KEEP_NOTHING))
+
+    def _check_placeholder(self, node: Node, known: bool) -> None:
+        value = value_of(node)
+        if not known and self._tokens.by_shape(value) != SAME:
+            self._report(node, Refusal("is a tensor as long as the tokens", KEEP_NOTHING))
+        if is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor):
+            reason = f"is a {type(value).__name__}, which runs ops that the graph doesn't show"
+            self._report(node, Refusal(reason, "use plain tensors"))
 
     def _judged_outputs(self, graph_module: GraphModule) -> list[Node]:
         """Outputs beside the logits, but for other heads: those are reported as such."""

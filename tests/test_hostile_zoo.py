@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from forests import SHAPES, calls_of
+from hostile_experts import HOSTILE_EXPERTS
 from hostile_models import HOSTILE_MODELS
 from hostile_ops import HOSTILE_OPS
 from hostile_outputs import HOSTILE_OUTPUTS
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from prefix_rewrite import PrefixForest, UnsupportedModelError, prefix_compile
 
-PAIRS = HOSTILE_OPS | HOSTILE_MODELS | HOSTILE_OUTPUTS
+PAIRS = HOSTILE_OPS | HOSTILE_EXPERTS | HOSTILE_MODELS | HOSTILE_OUTPUTS
 
 
 def logits_of_row(model: nn.Module, ids: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from probe import WIDTH, Pair, Probe
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def _relative(m: Probe, x: Tensor) -> Tensor:
@@ -215,6 +216,11 @@ STATES = {
         "mean",
         lambda x, t: x - _averaged(t.m, x),
         lambda x, t: x - t.m.cache[0],
+    ),
+    "mean_in_a_checkpoint": Pair(
+        "mean",
+        lambda x, t: checkpoint(lambda h: h - h.mean(1, True), x, use_reentrant=False),
+        lambda x, t: checkpoint(lambda h: h - h.mean(-1, True), x, use_reentrant=False),
     ),
     "noise": Pair(
         "rand_like",

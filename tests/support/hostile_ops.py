@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from probe import WIDTH, Pair, Probe
-from torch import Tensor
-
-
-def _dispatch(m: Probe, x: Tensor, *, capacity: int | None) -> Tensor:
-    """Top-1 experts, all run and one kept; with a capacity, the first tokens of each win."""
-    chosen = F.one_hot(m.router(x).argmax(-1), 4).to(x.dtype)
-    if capacity is not None:
-        chosen = chosen * (chosen.cumsum(1) <= capacity)
-    return torch.einsum("bte,btd,edf->btf", chosen, x, m.experts)
-
+from probe import WIDTH, Pair
 
 REDUCTIONS = {
     "mean_over_tokens": Pair(
@@ -126,16 +116,6 @@ MOVES = {
         "sort",
         lambda x, t: x * t.m.linear(x)[0, :, 0].sort().values[None, :, None],
         lambda x, t: x * t.m.linear(x)[0, :, 0][None, :, None],
-    ),
-    "experts_choose_tokens": Pair(
-        "topk",
-        lambda x, t: x * (t.m.router(x) >= t.m.router(x).topk(1, 1).values).sum(-1, True),
-        lambda x, t: x * t.m.router(x).topk(1, -1).values,
-    ),
-    "expert_capacity": Pair(
-        "cumsum",
-        lambda x, t: _dispatch(t.m, x, capacity=2),
-        lambda x, t: _dispatch(t.m, x, capacity=None),
     ),
     "gather_by_token": Pair(
         "gather",
