@@ -75,6 +75,14 @@ CASES: dict[str, tuple[Case, Case]] = {
         lambda x, i, w: x.repeat_interleave(2, 1).view(1, -1, 24),
         lambda x, i, w: x.repeat_interleave(2, 1).view(1, 2, -1, 12).sum(1),
     ),
+    "two_orders": (
+        lambda x, i, w: x.repeat_interleave(2, 1) + (x * x).repeat_interleave(2, 1),
+        lambda x, i, w: x.repeat_interleave(2, 1) + x.repeat(1, 2, 1),
+    ),
+    "two_dims": (
+        lambda x, i, w: x[..., :1] * x[..., 1][..., None],
+        lambda x, i, w: (x[..., :1] * x[..., 1][:, None]).sum(-1),
+    ),
     "cat": (
         lambda x, i, w: torch.cat([x, x[..., :2]], dim=-1),
         lambda x, i, w: torch.cat([x, x], dim=1).view(1, -1, 24),
@@ -129,8 +137,7 @@ CASES: dict[str, tuple[Case, Case]] = {
         lambda x, i, w: x.index_add(1, i[0] * 0, x),
     ),
     "sum": (lambda x, i, w: x.sum((0, 2)), lambda x, i, w: x + x.sum((0, 1))),
-    "mean_keeping": (lambda x, i, w: x.mean(-1, keepdim=True), lambda x, i, w: x - x.mean()),
-    "first_dim": (lambda x, i, w: x.amax(0), lambda x, i, w: x.amax(0) - x.amax(1)),
+    "amax": (lambda x, i, w: x.amax(0), lambda x, i, w: x - x.mean()),
     "max": (lambda x, i, w: x.max(-1).indices, lambda x, i, w: x - x.max(1, keepdim=True).values),
     "two_operand_max": (
         lambda x, i, w: torch.max(x, w[0]),
@@ -227,10 +234,6 @@ CASES: dict[str, tuple[Case, Case]] = {
         lambda x, i, w: x + torch.arange(12),
         lambda x, i, w: x + torch.arange(x.shape[1])[:, None],
     ),
-    "counting_two_ways": (
-        lambda x, i, w: x * torch.linspace(0, 1, 12),
-        lambda x, i, w: x * torch.ones_like(i).cumsum(1)[..., None],
-    ),
     "sorting_back": (
         lambda x, i, w: _sorted_and_back(x[0], i[0], lambda rows: rows * 2),
         lambda x, i, w: _sorted_and_back(x[0], i[0], lambda rows: rows.cumsum(0)),
@@ -238,6 +241,10 @@ CASES: dict[str, tuple[Case, Case]] = {
     "sorting_back_by_argsort": (
         lambda x, i, w: _argsorted_and_back(x[0], i[0]),
         lambda x, i, w: x[0][i[0].argsort()],
+    ),
+    "sorting_twice": (
+        lambda x, i, w: _argsorted_and_back(x[0], 11 - i[0]),
+        lambda x, i, w: _sorted_twice(x[0], i[0]),
     ),
     "adding_back": (
         lambda x, i, w: _added_back(x[0], i[0]),
@@ -271,6 +278,11 @@ def _sorted_and_back(x: Tensor, keys: Tensor, change: Callable[[Tensor], Tensor]
 def _argsorted_and_back(x: Tensor, keys: Tensor) -> Tensor:
     order = keys.argsort()
     return x[order].exp()[order.argsort()]
+
+
+def _sorted_twice(x: Tensor, keys: Tensor) -> Tensor:
+    order = keys.argsort()
+    return x[order][order]
 
 
 def _added_back(x: Tensor, keys: Tensor) -> Tensor:
