@@ -63,6 +63,8 @@ def module_path(node: Node) -> str:
         return ""
     root, path = stack[0][0], stack[-1][0]
     relative = path.removeprefix(root).lstrip(".")
+    # A module whose class overrides attribute access, as PEFT's do, is read from __dict__.
+    relative = re.sub(r"__dict__\['_modules'\]\['([^']+)'\]", r"\1", relative)
     return re.sub(r"_modules\['?([^'\]]+)'?\]", r"\1", relative)
 
 
