@@ -23,7 +23,12 @@ from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_i
 from prefix_rewrite.entry import GraphOutput, make_entry
 from prefix_rewrite.errors import Finding, PrefixRewriteError, UnsupportedModelError
 from prefix_rewrite.layout import Layout
-from prefix_rewrite.mixers.attention import ATTENTION_NAME, attention_seam
+from prefix_rewrite.mixers.attention import (
+    ATTENTION_NAME,
+    SDPA_NAME,
+    attention_seam,
+    sdpa_seam,
+)
 from prefix_rewrite.model_checks import attention_configs, attention_findings, model_findings
 from prefix_rewrite.passes.context import Census, PassContext
 from prefix_rewrite.passes.pipeline import rewrite
@@ -165,8 +170,10 @@ class CapturedModel:
         self.context = context
         rewritten = rewrite(graph_module, context)
         census = self.census = context.checked_census
-        forms = (context.form_of(call.target) for call in census.mixers)
-        needed = tuple(dict.fromkeys(form.planner for form in forms))
+        planners = (
+            context.form_of(call.target).planner_of(call.arguments) for call in census.mixers
+        )
+        needed = tuple(dict.fromkeys(planners))
         self.planners = tuple(dict.fromkeys((*self.planners, *needed)))
         run = self._lower(rewritten, inputs)
 
@@ -203,18 +210,19 @@ def _example_layout(device: torch.device, group: str | None) -> Layout:
 
 
 def _register_attention() -> None:
-    """Offer our seam to transformers' attention interface; as a mask the name is unknown."""
+    """Offer our seams to transformers' attention interface; as masks the names are unknown."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, attention_seam)
+    AttentionInterface.register(SDPA_NAME, sdpa_seam)
 
 
 @contextmanager
 def _attention_through_seam(configs: list[Any]) -> Iterator[None]:
     """Name our seam as the attention implementation while Dynamo traces or checks guards."""
     before = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = ATTENTION_NAME
+    for config, name in zip(configs, before, strict=True):
+        config._attn_implementation_internal = SDPA_NAME if name == "sdpa" else ATTENTION_NAME
     try:
         yield
     finally:

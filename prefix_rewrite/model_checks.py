@@ -7,7 +7,10 @@ position embeddings whose values depend on how long the sequence is.
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import sys
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,12 +23,18 @@ from prefix_rewrite.errors import Finding
 # Attention functions of transformers: plain softmax attention over what they are given.
 _KNOWN_ATTENTION = {"eager", "sdpa", "flex_attention"}
 _KNOWN_ATTENTION |= {f"flash_attention_{version}" for version in (2, 3, 4)}
+# Models whose own eager attention is softmax attention, with the soft caps and sinks it is given.
+_PLAIN_EAGER = (
+    *("llama", "gemma2", "gpt_oss", "gpt_neox", "bert", "gpt2"),
+    *("granite_swa", "mimo_v2_flash"),
+)
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def model_findings(model: nn.Module) -> list[Finding]:
     """Look at every module; return the reasons against a rewrite, in module order."""
     findings = attention_findings(attention_configs(model))
+    findings.extend(_eager_findings(model))
     if isinstance(model, DistributedDataParallel):
         findings.append(
             Finding(
@@ -65,6 +74,44 @@ def attention_findings(configs: Iterable[Any]) -> list[Finding]:
         for name in names
         if name is not None and (name not in _KNOWN_ATTENTION or _is_replaced(name))
     ]
+
+
+def _eager_findings(model: nn.Module) -> Iterator[Finding]:
+    """Refuse eager attention that does what no argument tells: each modeling file has its own."""
+    files: dict[str, str] = {}
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == "eager":
+            files.setdefault(type(module).__module__, name)
+    for file, name in files.items():
+        eager = getattr(sys.modules.get(file), "eager_attention_forward", None)
+        if eager is None:
+            continue
+        does = _what_it_does(inspect.unwrap(eager).__code__)
+        if does not in map(_plain_eager_code, _PLAIN_EAGER):
+            yield Finding(
+                f"eager attention of {file} is not one that is known to be plain",
+                "call set_attn_implementation('sdpa')",
+                name,
+            )
+
+
+def _plain_eager_code(name: str) -> Any:
+    """Return what the eager attention of one of transformers' models does; None without it.
+
+    It is read from the file: the module's may have been replaced.
+    """
+    if importlib.util.find_spec(f"transformers.models.{name}") is None:
+        return None
+    file = f"transformers.models.{name}.modeling_{name}"
+    loader: Any = importlib.util.find_spec(file).loader  # type: ignore[union-attr]
+    constants = loader.get_code(file).co_consts
+    (eager,) = (x for x in constants if getattr(x, "co_name", None) == "eager_attention_forward")
+    return _what_it_does(eager)
+
+
+def _what_it_does(code: types.CodeType) -> tuple[Any, ...]:
+    return code.co_code, code.co_names, code.co_consts
 
 
 def attention_configs(model: nn.Module) -> Iterator[Any]:

@@ -25,6 +25,7 @@ from torch import nn
 from prefix_rewrite.targets import TARGETS
 
 _THREAD = threading.local()
+_SHARED_FILES = {"transformers.masking_utils"}
 _SUBSTITUTED: dict[int, types.FunctionType] = {}  # holds the function: its id is never reused
 
 
@@ -50,8 +51,12 @@ def _seams() -> dict[str, Callable[..., Any]]:
 
 
 def install_seams(model: nn.Module) -> None:
-    """Substitute, for our traces only, the mixer functions of the files `model` is written in."""
-    files = {sys.modules.get(type(module).__module__) for module in model.modules()}
+    """Substitute, for our traces only, the mixer functions of the files `model` is written in.
+
+    And of those where transformers' models look up the functions that make their masks.
+    """
+    names = {type(module).__module__ for module in model.modules()} | _SHARED_FILES
+    files = {sys.modules.get(name) for name in names}
     for name, seam in _seams().items():
         for file in files:
             function = _find(file, name)

@@ -106,6 +106,8 @@ def test_a_sibling_changes_nothing(family, pair):
 
 def test_a_lost_state_is_seen(family, pair, monkeypatch):
     """Break the product: scans and convs start every segment from nothing."""
+    if family == "gpt_oss":
+        pytest.skip("attention alone keeps no state")
     forest = PrefixForest.from_calls(calls_of(SHAPES["nested"]))
     planned = ChunkPlanner.plan
 

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 from compiled import shared_pair
-from families import ATTENTION, COMMON, build_model
+from families import ATTENTION, COMMON, build_model, forward_rows
 from forests import SHAPES, calls_of
 from oracle import assert_equal_results, run_forest, run_rows
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama import modeling_llama
 
 from prefix_rewrite import PrefixForest, UnsupportedModelError, prefix_compile
 
@@ -33,33 +35,80 @@ def findings_of(model: torch.nn.Module, match: str) -> list:
     return list(caught.value.findings)
 
 
-def assert_accepted(model: torch.nn.Module) -> None:
+def assert_accepted(model: torch.nn.Module, forward=forward_rows) -> None:
     got = run_forest(prefix_compile(model), PrefixForest.from_calls(CALLS))
-    assert_equal_results(got, run_rows(model, CALLS))
+    assert_equal_results(got, run_rows(model, CALLS, forward=forward))
 
 
-def test_sliding_window():
-    for finding, layer in zip(
-        findings_of(make("mistral", sliding_window=4), "sliding window of 4"), (0, 1), strict=True
-    ):
-        assert finding.module == f"model.layers.{layer}.self_attn"
-        assert "modeling_mistral.py:" in finding.source
+def test_windows_are_those_of_the_mask():
+    assert_accepted(make("mistral", sliding_window=4))
     assert_accepted(make("mistral", sliding_window=None))
 
 
-def test_softcap_and_windows_of_some_layers():
-    settings = {"layer_types": [SLIDING, FULL], "sliding_window": 4}
-    found = findings_of(make("gemma2", attn_logit_softcapping=50.0, **settings), "soft-capped")
-    reasons = [(f.module.split(".")[2], f.what.split(" at ")[0]) for f in found]
-    capped, windowed = "attention scores are soft-capped", "attention has a sliding window of 4"
-    assert sorted(reasons) == [("0", windowed), ("0", capped), ("1", capped)]
+def test_a_window_that_only_the_mask_or_only_the_call_has():
+    settings = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": [SLIDING, FULL]}
+    model = make("qwen2_moe", use_sliding_window=True, sliding_window=4, **settings)
+    (finding,) = findings_of(model, "window of None where its mask has one of 4")
+    assert finding.module == "model.layers.0.self_attn"
+    assert "modeling_qwen2_moe.py:" in finding.source
+
+
+def test_softcap_is_refused_where_the_model_itself_could_not_run_it():
+    settings = {"layer_types": [FULL, FULL], "attn_logit_softcapping": 2.0}
+    model = make("gemma2", **settings)
+    model.config._attn_implementation = "sdpa"
+    found = findings_of(model, "a soft cap under SDPA")
+    assert [f.module.split(".")[2] for f in found] == ["0", "1"]
     # Capped logits of the head are per row, and fine.
+    model.config._attn_implementation = "eager"
+    assert_accepted(model)
     assert_accepted(make("gemma2", attn_logit_softcapping=None, layer_types=[FULL, FULL]))
 
 
-def test_sinks():
-    model = make("gpt_oss", layer_types=[FULL, FULL], num_local_experts=2, num_experts_per_tok=1)
-    assert "attention has sinks" in {f.what for f in findings_of(model, "sinks")}
+def test_attention_in_chunks():
+    chunked = {"attention_chunk_size": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = make("llama4_text", layer_types=["chunked_attention", FULL], **chunked)
+    (finding,) = findings_of(model, "attention in chunks of the sequence")
+    assert finding.module == "model.layers.0.self_attn"
+    findings_of(make("gemma3_text", use_bidirectional_attention=True), "not causal")
+
+
+class WithItsOwnMask(torch.nn.Module):
+    """A model whose mask asks for more than causal attention."""
+
+    def __init__(self, **asked):
+        super().__init__()
+        self.inner = make("llama")
+        self.asked = asked
+
+    def forward(self, input_ids, position_ids):
+        hidden = self.inner.model.embed_tokens(input_ids)
+        rotated = self.inner.model.rotary_emb(hidden, position_ids=position_ids)
+        mask = create_causal_mask(self.inner.config, hidden, None, None, **self.asked)
+        for layer in self.inner.model.layers:
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=rotated)
+        return self.inner.lm_head(hidden)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"or_mask_function": lambda batch, head, q, k: k == 0},
+        {"and_mask_function": lambda batch, head, q, k: q - k < 2},
+        {"block_sequence_ids": torch.zeros(1, 11, dtype=torch.int64)},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_a_mask_of_another_pattern(asked):
+    (name,) = asked
+    assert len(findings_of(WithItsOwnMask(**asked), f"a mask with {name}")) == 2
+    assert_accepted(
+        WithItsOwnMask(), lambda model, ids: model(ids, torch.arange(ids.shape[1])[None])
+    )
+
+
+def test_a_mask_wanted_as_a_tensor():
+    findings_of(WithItsOwnMask(allow_is_causal_skip=False), "a mask given as a tensor")
 
 
 def test_a_window_set_on_one_layer_after_loading_is_found():
@@ -148,6 +197,20 @@ def test_an_attention_function_of_the_users_own(name):
         model.config._attn_implementation = name
         (finding,) = findings_of(model, f"attention implementation '{name}'")
         assert model.config._attn_implementation == name
+    model.config._attn_implementation = "sdpa"
+    assert_accepted(model)
+
+
+def biased_eager(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    scores = query @ key.transpose(2, 3) * scaling + module.slopes
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+def test_eager_attention_of_a_modeling_file_that_is_not_plain(monkeypatch):
+    model = make("llama", attn_implementation="eager")
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased_eager)
+    (finding,) = findings_of(model, "is not one that is known to be plain")
+    assert "modeling_llama" in finding.what
     model.config._attn_implementation = "sdpa"
     assert_accepted(model)
 

@@ -11,6 +11,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from attention import (
+    FORESTS,
+    TILES,
+    Inputs,
+    assert_close,
+    assert_covers_each_pair_once,
+    forests,
+    is_visible,
+    leaves_of,
+    packed,
+    qkv,
+    run,
+    run_reference,
+    table,
+    with_grads,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,110 +35,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prefix_rewrite.errors import LayoutError
 from prefix_rewrite.ops.tree_attention import attention_backend, plan_attention, tree_attention
 from prefix_rewrite.ops.tree_attention import op as op_module
+from prefix_rewrite.ops.tree_attention.blocks import Block, schedule_cost
 from prefix_rewrite.ops.tree_attention.plan import (
     BLOCKS,
+    DEPTH,
     SUBTREE_END,
     TILE_SIZES,
-    Block,
     schedule,
-    schedule_cost,
 )
 from prefix_rewrite.ops.tree_attention.reference import tree_attention_reference
+from prefix_rewrite.ops.tree_attention.scores import Scores
 from prefix_rewrite.order import heavy_first_order
 from prefix_rewrite.plan import pack_plan
 from prefix_rewrite.segments import SegmentTable
-
-FORESTS: dict[str, tuple[list[int], list[int]]] = {
-    "one_token": ([-1], [1]),
-    "chain": ([-1, 0, 1], [5, 3, 4]),
-    "star": ([-1, 0, 0, 0], [9, 4, 3, 6]),
-    "equal_star": ([-1, 0, 0, 0, 0], [5, 4, 4, 4, 4]),
-    "nested": ([-1, 0, 1, 1, 3, 3, 0], [7, 2, 3, 1, 2, 2, 5]),
-    "light_child_first": ([-1, 0, 0, 2, 3, 3], [3, 1, 4, 2, 6, 1]),
-    "many_roots": ([-1, -1, 1, 1, -1, -1], [5, 2, 2, 3, 6, 2]),
-    "equal_roots": ([-1] * 6, [3] * 6),
-    "one_token_segments": ([-1, 0, 1, 2, 2, 1, 0, 6, 6], [1] * 9),
-    "fork_at_first_token": ([-1, 0, 0], [1, 40, 30]),
-    "small_below_large": ([-1, 0, 1, 1, 0, 4, 4, 0, 0], [60, 3, 2, 2, 2, 3, 1, 1, 50]),
-}
-Inputs = tuple[Tensor, Tensor, Tensor]  # q, k, v
-TILES = st.sampled_from([0, 1, 4, 16, 64])
-
-
-@st.composite
-def forests(draw: st.DrawFn) -> SegmentTable:
-    """Any depth-first order, heaviest child first or not."""
-    parent: list[int] = []
-    path: list[int] = []
-    for i in range(draw(st.integers(1, 24))):
-        path = path[: draw(st.integers(0, len(path)))]
-        parent.append(path[-1] if path else -1)
-        path.append(i)
-    sizes = st.sampled_from([1, 1, 2, 3, 5, 17])
-    return SegmentTable.from_parents(parent, [draw(sizes) for _ in parent])
-
-
-def table(name: str) -> SegmentTable:
-    return SegmentTable.from_parents(*FORESTS[name])
-
-
-def is_visible(segments: SegmentTable) -> np.ndarray:
-    """[T, T] by walking up from every token."""
-    visible = np.zeros((segments.num_tokens,) * 2, dtype=bool)
-    for t, above in enumerate(segments.parent_token.tolist()):
-        if above >= 0:
-            visible[t] = visible[above]
-        visible[t, t] = True
-    return visible
-
-
-def packed(segments: SegmentTable, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Pack the planned schedule, or the one of a given tile size."""
-    plan = plan_attention(segments)
-    if tile is not None:
-        plan[BLOCKS] = schedule(segments, tile)
-    return pack_plan(plan, "cpu")
-
-
-def qkv(
-    num_tokens: int,
-    heads: tuple[int, int] = (4, 2),
-    dims: tuple[int, int] = (8, 8),
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])]
-    q, k, v = (
-        torch.randn(1, n, num_tokens, d, generator=generator, dtype=torch.float64)
-        for n, d in shapes
-    )
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def with_grads(out: Tensor, inputs: tuple[Tensor, ...], seed: int = 1) -> list[Tensor]:
-    """Return the output and every gradient of a random projection of it, in fp64."""
-    generator = torch.Generator().manual_seed(seed)
-    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    return [x.double() for x in (out.detach(), *torch.autograd.grad(out, inputs, grad.to(out)))]
-
-
-def leaves_of(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
-    q, k, v = (x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs)
-    return q, k, v
-
-
-def run(
-    segments: SegmentTable, inputs: Inputs, scale: float = 0.3, tile: int | None = None
-) -> list[Tensor]:
-    leaves = leaves_of(inputs)
-    return with_grads(tree_attention(*leaves, *packed(segments, tile), scale), leaves)
-
-
-def run_reference(segments: SegmentTable, inputs: Inputs, scale: float = 0.3) -> list[Tensor]:
-    leaves = leaves_of(inputs, torch.float64)
-    out = tree_attention_reference(*leaves, segments.parent_token.tolist(), scale)
-    return with_grads(out, leaves)
 
 
 def run_dense(segments: SegmentTable, inputs: Inputs, scale: float = 0.3) -> list[Tensor]:
@@ -133,44 +58,7 @@ def run_dense(segments: SegmentTable, inputs: Inputs, scale: float = 0.3) -> lis
     return with_grads(out.transpose(1, 2), leaves)
 
 
-def assert_close(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    """Compare in norm, relative where it is above 1: a gradient may be exactly zero."""
-    for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
-        assert a.shape == b.shape, name
-        error = ((a - b).norm() / b.norm().clamp_min(1.0)).item()
-        assert error <= tolerance, f"{name}: error {error:.1e}"
-
-
-@pytest.fixture(params=["cpu_flash", "blockwise"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test by each executor, and fail if another one was used."""
-    others = dict.fromkeys(op_module._EXECUTORS)
-    executor = op_module._EXECUTORS[request.param]
-    monkeypatch.setattr(op_module, "_EXECUTORS", {**others, request.param: executor})
-    monkeypatch.setattr(op_module, "attention_backend", lambda *_: request.param)
-    return request.param
-
-
 # Plans.
-
-
-def pairs_of(block: Block) -> Iterator[tuple[slice, slice]]:
-    num_queries = (block.q1 - block.q0) // block.num_squares
-    num_keys = (block.k1 - block.k0) // block.num_squares
-    for i in range(block.num_squares):
-        q, k = block.q0 + i * num_queries, block.k0 + i * num_keys
-        yield slice(q, q + num_queries), slice(k, k + num_keys)
-
-
-def assert_covers_each_pair_once(segments: SegmentTable, blocks: np.ndarray) -> None:
-    visible = is_visible(segments)
-    times = np.zeros(visible.shape, dtype=int)
-    for block in (Block(*row) for row in blocks.tolist()):
-        for q, k in pairs_of(block):
-            square = np.ones_like(times[q, k])
-            assert square.size and (not block.on_diagonal or q == k)
-            times[q, k] += [np.tril(square), square, visible[q, k]][block.kind]
-    np.testing.assert_array_equal(times, visible)
 
 
 @pytest.mark.parametrize("name", FORESTS)
@@ -197,7 +85,7 @@ def test_chain_of_any_number_of_segments_is_one_block() -> None:
     count = 100_000
     segments = SegmentTable.from_parents(list(range(-1, count - 1)), [1] * count)
     plan = plan_attention(segments)
-    assert plan[BLOCKS].tolist() == [[0, 0, count, 0, count, 1]]
+    assert plan[BLOCKS].tolist() == [[0, 0, count, 0, count, 1, 0]]
 
 
 def test_heavy_first_comb_takes_one_square_and_one_rectangle_a_tooth() -> None:
@@ -329,10 +217,11 @@ def test_keys_without_a_query_are_attended_by_rectangles(backend: str) -> None:
     segments = table("star")
     leaf_tokens = segments.num_tokens - 9
     inputs = qkv(segments.num_tokens)
-    squares = [[0, 0, 4, 0, 4, 1], [0, 4, 7, 4, 7, 1], [0, 7, 13, 7, 13, 1]]
-    blocks = np.array([*squares, [1, 0, 13, 13, 22, 1]])
+    squares = [Block(0, 0, 4, 0, 4), Block(0, 4, 7, 4, 7), Block(0, 7, 13, 7, 13)]
+    blocks = np.array([*squares, Block(1, 0, 13, 13, 22)])
     moved = np.roll(np.arange(segments.num_tokens), -9)
-    plan = pack_plan({BLOCKS: blocks, SUBTREE_END: np.full(segments.num_tokens, 99)}, "cpu")
+    end, depth = np.full((2, segments.num_tokens), 99)
+    plan = pack_plan({BLOCKS: blocks, SUBTREE_END: end, DEPTH: depth}, "cpu")
     leaves = leaves_of(inputs)
     q, k, v = (x[:, :, moved] for x in leaves)
     out = tree_attention(q[:, :, :leaf_tokens], k, v, *plan, 0.3)
@@ -435,7 +324,9 @@ def test_is_a_lawful_operator(dtype: torch.dtype, dims: tuple[int, int]) -> None
     segments = table("nested")
     inputs = leaves_of(qkv(segments.num_tokens, dims=dims, dtype=dtype))
     op = torch.ops.prefix_rewrite.tree_attention.default
-    torch.library.opcheck(op, (*inputs, *packed(segments), 0.3))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(op, (*inputs, None, *packed(segments), 0.3, 0, 0.0))
+    torch.library.opcheck(op, (*inputs, sinks, *packed(segments, window=3), 0.3, 3, 2.0))
 
 
 def test_only_some_inputs_need_a_gradient() -> None:
@@ -498,10 +389,11 @@ def test_no_tensor_grows_faster_than_the_tokens(
         num_tokens = segments.num_tokens
         q, k, v = (x[0] for x in qkv(num_tokens, (2, 2), (8, 8), torch.float32))
         blocks = [Block(*row) for row in schedule(segments, tile).tolist()]
-        end = torch.from_numpy(plan_attention(segments)[SUBTREE_END])
+        plan = plan_attention(segments)
+        rule = Scores(torch.from_numpy(plan[SUBTREE_END]), torch.from_numpy(plan[DEPTH]), 0.3)
         with LargestTensor() as largest:
-            out, lse = executor.forward(q, k, v, blocks, end, 0.3)
-            executor.backward(out, q, k, v, out, lse, blocks, end, 0.3)
+            out, lse = executor.forward(q, k, v, blocks, rule)
+            executor.backward(out, q, k, v, out, lse, blocks, rule)
         assert largest.numel <= max(2 * 8 * num_tokens, 2**13)
 
 

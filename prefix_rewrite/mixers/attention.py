@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from prefix_rewrite.distributed.rank_attention import cp_tree_attention, plan_attention_share
+from prefix_rewrite.distributed.rank_attention import (
+    attention_share_planner,
+    cp_tree_attention,
+    plan_attention_share,
+)
+from prefix_rewrite.mixers.attention_masks import MASK_SEAMS, read_mask
 from prefix_rewrite.mixers.base import (
     Call,
     RankForm,
@@ -23,15 +28,16 @@ from prefix_rewrite.mixers.base import (
     leaf_signature,
     unknown_reasons,
 )
-from prefix_rewrite.ops.tree_attention import plan_attention, tree_attention
+from prefix_rewrite.ops.tree_attention import attention_planner, plan_attention, tree_attention
 from prefix_rewrite.passes.nodes import same_size, shape_of
 
 ATTENTION_NAME = "prefix_rewrite"  # of our seam in transformers' attention interface
+SDPA_NAME = "prefix_rewrite_sdpa"  # of the one that stands for SDPA, which knows less
 
 leaf_attention = define_leaf(
     "leaf_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, float scale, float dropout, "
-    "int window, float softcap, bool causal, str unknown) -> Tensor",
+    "int mask_window, int window, float softcap, bool causal, str unknown) -> Tensor",
     lambda q, k, v, *rest: v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]),
 )
 
@@ -41,7 +47,7 @@ def attention_seam(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | str | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -52,20 +58,38 @@ def attention_seam(
 ) -> tuple[Tensor, None]:
     """Stand in for a transformers attention function: q [B,H,T,D], k and v [B,K,T,D]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mask, mask_window, pattern = read_mask(attention_mask)
+    asked = asked_for(kwargs)
     out = leaf_attention(
         query,
         key,
         value,
-        attention_mask,
+        mask,
         s_aux,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         float(dropout),
+        mask_window,
         0 if sliding_window is None else sliding_window,
         0.0 if softcap is None else softcap,
         bool(causal),
-        asked_for(kwargs),
+        ",".join(name for name in (asked, pattern) if name),
     )
     return out, None
+
+
+def sdpa_seam(
+    module: nn.Module,
+    *arguments: Any,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`attention_seam` for transformers' SDPA, which has neither soft caps nor sinks."""
+    if softcap is not None:
+        kwargs["a soft cap under SDPA (set_attn_implementation('eager') has it)"] = True
+    if s_aux is not None:
+        kwargs["sinks under SDPA (set_attn_implementation('eager') has them)"] = True
+    return attention_seam(module, *arguments, **kwargs)
 
 
 def _inspect(call: Call, tokens: Any) -> list[Reason]:
@@ -78,21 +102,22 @@ def _inspect(call: Call, tokens: Any) -> list[Reason]:
         reasons.append(
             (f"attention dropout is {call['dropout']} in training", "set it to 0 or call eval()")
         )
-    if call.get("window"):
-        reasons.append(
-            (f"attention has a sliding window of {call['window']}", "use full attention layers")
-        )
-    if call.get("softcap"):
-        reasons.append(
-            (f"attention scores are soft-capped at {call['softcap']}", "use a model without it")
-        )
-    if call.get("sinks") is not None:
-        reasons.append(("attention has sinks", "use a model without them"))
     if not call["causal"]:
         reasons.append(
             ("attention is not causal", "pass is_causal=True or use a causal language model")
         )
-    return reasons + unknown_reasons(call) + _inspect_shapes(call, tokens)
+    return reasons + _inspect_window(call) + unknown_reasons(call) + _inspect_shapes(call, tokens)
+
+
+def _inspect_window(call: Call) -> list[Reason]:
+    by_mask, by_call = call.get("mask_window") or 0, _window(call)
+    if isinstance(by_call, Node) or by_call < 0:
+        return [(f"attention has a sliding window of {by_call}", "set a constant of 1 or more")]
+    if by_mask != by_call:
+        what = f"attention has a sliding window of {by_call or None} where its mask has one of "
+        remedy = "attention functions differ in which they follow: set both alike"
+        return [(f"{what}{by_mask or None}", remedy)]
+    return []
 
 
 def _inspect_shapes(call: Call, tokens: Any) -> list[Reason]:
@@ -120,12 +145,24 @@ def _inspect_shapes(call: Call, tokens: Any) -> list[Reason]:
 
 def _emit(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
     arguments = (call["q"], call["k"], call["v"], *plan, _scale(call))
-    return _as_called(graph, node, graph.call_function(tree_attention, arguments))
+    out = graph.call_function(tree_attention, arguments, _modifiers(call))
+    return _as_called(graph, node, out)
 
 
 def _emit_rank(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
     arguments = (call["q"], call["k"], call["v"], _scale(call), *plan)
-    return _as_called(graph, node, graph.call_function(cp_tree_attention, arguments))
+    out = graph.call_function(cp_tree_attention, arguments, _modifiers(call))
+    return _as_called(graph, node, out)
+
+
+def _modifiers(call: Call) -> dict[str, Any]:
+    """What a call asks for beyond plain attention."""
+    asked = {"window": _window(call), "softcap": call.get("softcap"), "sinks": call.get("sinks")}
+    return {name: value for name, value in asked.items() if isinstance(value, Node) or value}
+
+
+def _window(call: Call) -> Any:
+    return call.get("window") or 0
 
 
 def _scale(call: Call) -> Any:
@@ -160,5 +197,11 @@ ATTENTION = Target(
     planner=plan_attention,
     inspect=_inspect,
     emit=_emit,
-    rank_form=RankForm(plan_attention_share, _emit_rank),
+    seams=MASK_SEAMS,
+    rank_form=RankForm(
+        plan_attention_share,
+        _emit_rank,
+        planner_for=lambda call: attention_share_planner(_window(call)),
+    ),
+    planner_for=lambda call: attention_planner(_window(call)),
 )

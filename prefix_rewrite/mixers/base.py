@@ -55,11 +55,16 @@ class RankForm:
         planner: what it must know of a rank's share of a forest.
         emit: as the target's; the plan ends with the group's name.
         inspect: further reasons why a call can't be run exactly.
+        planner_for: as the target's.
     """
 
     planner: SharePlanner
     emit: Emit
     inspect: Callable[[Call], list[Reason]] = lambda call: []
+    planner_for: Callable[[Call], SharePlanner] | None = None
+
+    def planner_of(self, call: Call) -> SharePlanner:
+        return self.planner if self.planner_for is None else self.planner_for(call)
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ class Target:
         seams: functions to stand in, while a graph is captured, for those that modeling files
             call by these names.
         rank_form: its context-parallel form, None where it has none.
+        planner_for: the planner of one call, where it depends on the call's constants; the same
+            object for the same constants.
     """
 
     kind: str
@@ -86,6 +93,10 @@ class Target:
     emit: Emit
     seams: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     rank_form: RankForm | None = None
+    planner_for: Callable[[Call], Planner] | None = None
+
+    def planner_of(self, call: Call) -> Planner:
+        return self.planner if self.planner_for is None else self.planner_for(call)
 
 
 def define_leaf(name: str, schema: str, fake: Callable[..., Any]) -> Any:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCAB = 97
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 
 COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1}
 COMMON |= {"eos_token_id": 2, "initializer_range": 0.1}
@@ -35,6 +35,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                         "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {**ATTENTION, "head_dim": 8, "intermediate_size": 48,
                         "num_hidden_layers": 2}),
+    "mistral": ("mistral", {**ATTENTION, "head_dim": 8, "intermediate_size": 48,
+                            "num_hidden_layers": 2, "sliding_window": 4}),
+    "gemma2": ("gemma2", {
+        **ATTENTION, "head_dim": 8, "intermediate_size": 48, "num_hidden_layers": 2,
+        "layer_types": [SLIDING, FULL], "sliding_window": 5, "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
+        "attn_implementation": "eager"}),
+    "gemma3": ("gemma3_text", {
+        **ATTENTION, "head_dim": 8, "intermediate_size": 48, "num_hidden_layers": 2,
+        "layer_types": [SLIDING, FULL], "sliding_window": 3, "query_pre_attn_scalar": 8}),
     "mamba2": ("mamba2", {"num_hidden_layers": 2, "num_heads": 8, "head_dim": 8,
                           "state_size": 16, "n_groups": 2, "chunk_size": 8}),
     "bamba": ("bamba", {**ATTENTION, **MAMBA, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -99,6 +109,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         **ATTENTION, "intermediate_size": 48, "moe_intermediate_size": 16,
         "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"], "conv_L_cache": 3,
         "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": ("gpt_oss", {
+        **ATTENTION, "head_dim": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+        "layer_types": [SLIDING, FULL], "sliding_window": 4, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "minimax": ("minimax", {
         **ATTENTION, "intermediate_size": 32, "num_hidden_layers": 3,
         "layer_types": [LINEAR, FULL, LINEAR], "block_size": 8, "num_local_experts": 4,
@@ -106,7 +120,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 MOE_FAMILIES = ("jamba_moe", "qwen3_next", "qwen3_5_moe", "kimi_linear", "bailing_hybrid",
-                "lfm2_moe", "minimax")  # fmt: skip
+                "lfm2_moe", "minimax", "gpt_oss")  # fmt: skip
 # Norms after a mixer blow rounding up to the usual bounds, also that of the models' own rows.
 ROUGH_FAMILIES = ("jamba", "qwen3_5", "olmo_hybrid")
 FAMILIES = (

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prefix_rewrite.ops.tree_attention.plan import FULL, Block
+from prefix_rewrite.ops.tree_attention.blocks import FULL, Block
+from prefix_rewrite.ops.tree_attention.scores import Scores
 
 MAX_SCORES = 2**22  # scores held at once: bounds memory whatever the forest
 
 
 def forward(
-    q_NTD: Tensor, k_KTD: Tensor, v_KTV: Tensor, blocks: list[Block], end_T: Tensor, scale: float
+    q_NTD: Tensor, k_KTD: Tensor, v_KTV: Tensor, blocks: list[Block], rule: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return the output [T, N, V] and the log-sum-exp [T, N] of every query's scores."""
     num_heads, num_tokens, _ = q_NTD.shape
@@ -29,7 +30,7 @@ def forward(
     for chunk in _chunks(blocks, num_heads):
         out_view = chunk.queries(out_TNV.transpose(0, 1), num_groups)
         lse_view = chunk.queries(lse_TN.t().unsqueeze(-1), num_groups)
-        scores = chunk.scores(q_NTD, k_KTD, end_T, scale)
+        scores = chunk.hide(chunk.scores(q_NTD, k_KTD, rule), num_groups, rule)
         lse = scores.logsumexp(-1, keepdim=True)
         out = (scores.sub_(lse).exp_() @ chunk.keys(v_KTV)).view(out_view.shape)
         lse = lse.view(lse_view.shape)
@@ -46,8 +47,7 @@ def backward(
     out_TNV: Tensor,
     lse_TN: Tensor,
     blocks: list[Block],
-    end_T: Tensor,
-    scale: float,
+    rule: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q [T, N, D], k [T, K, D] and v [T, K, V].
 
@@ -63,9 +63,11 @@ def backward(
             chunk.queries(x, num_groups).flatten(2, 3) for x in (q_NTD, *per_query)
         )
         k, v = chunk.keys(k_KTD), chunk.keys(v_KTV)
-        probs = chunk.scores(q_NTD, k_KTD, end_T, scale).sub_(lse).exp_()
+        scores = chunk.scores(q_NTD, k_KTD, rule)
+        slope = rule.slope(scores)
+        probs = chunk.hide(scores, num_groups, rule).sub_(lse).exp_()
         chunk.keys(grad_v).add_(probs.mT @ grad)
-        grad_scores = (grad @ v.mT).sub_(delta).mul_(probs).mul_(scale)
+        grad_scores = (grad @ v.mT).sub_(delta).mul_(probs).mul_(slope)
         chunk.keys(grad_k).add_(grad_scores.mT @ q)
         grad_q_view = chunk.queries(grad_q, num_groups)
         grad_q_view.add_((grad_scores @ k).view(grad_q_view.shape))
@@ -92,24 +94,29 @@ class _Chunk(NamedTuple):
         rows = x_KTX[:, self.block.k0 : self.block.k1].unflatten(1, (self.block.num_squares, -1))
         return rows[:, :, : self.num_keys].transpose(0, 1)
 
-    def scores(self, q_NTD: Tensor, k_KTD: Tensor, end_T: Tensor, scale: float) -> Tensor:
-        """Return the scaled scores [C, K, G * R, M], -inf where the key is not visible."""
-        num_groups = len(q_NTD) // len(k_KTD)
-        q = self.queries(q_NTD, num_groups).flatten(2, 3)
-        scores = (q @ self.keys(k_KTD).mT).mul_(scale)
-        if self.block.kind != FULL:
-            hidden = self._hidden(end_T)[:, None, None]
+    def scores(self, q_NTD: Tensor, k_KTD: Tensor, rule: Scores) -> Tensor:
+        """Return the scores [C, K, G * R, M] of all pairs."""
+        q = self.queries(q_NTD, len(q_NTD) // len(k_KTD)).flatten(2, 3)
+        return rule.cap_((q @ self.keys(k_KTD).mT).mul_(rule.scale))
+
+    def hide(self, scores: Tensor, num_groups: int, rule: Scores) -> Tensor:
+        """Set the scores of keys that their query does not see to -inf."""
+        if self.block.kind != FULL or self.block.windowed:
+            hidden = self._hidden(rule)[:, None, None]
             scores.unflatten(2, (num_groups, -1)).masked_fill_(hidden, -torch.inf)
         return scores
 
-    def _hidden(self, end_T: Tensor) -> Tensor:
-        """Return [C, R, M]: whether the key is no ancestor of the query."""
-        block, num_squares, device = self.block, self.block.num_squares, end_T.device
+    def _hidden(self, rule: Scores) -> Tensor:
+        """Return [C, R, M]: whether the query does not see the key."""
+        block, num_squares = self.block, self.block.num_squares
+        device = rule.end_S.device
         query = torch.arange(block.q0, block.q1, device=device).view(num_squares, -1, 1)
         key = torch.arange(block.k0, block.k1, device=device).view(num_squares, 1, -1)
-        end = end_T[block.k0 : block.k1].view(num_squares, 1, -1)
         query, key = query[:, self.first : self.end], key[..., : self.num_keys]
-        return (key > query) | (query >= end[..., : self.num_keys])
+        hidden = torch.zeros((), dtype=torch.bool, device=device)
+        if block.kind != FULL:
+            hidden = (key > query) | rule.ended(query, key)
+        return hidden | rule.too_far(query, key) if block.windowed else hidden
 
 
 def _chunks(blocks: list[Block], num_heads: int) -> Iterator[_Chunk]:

@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefix_rewrite.ops.tree_attention.plan import ANCESTOR, Block
+from prefix_rewrite.ops.tree_attention.blocks import ANCESTOR, Block
+from prefix_rewrite.ops.tree_attention.scores import Scores
 
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def forward(
-    q_NTD: Tensor, k_KTD: Tensor, v_KTV: Tensor, blocks: list[Block], end_T: Tensor, scale: float
+    q_NTD: Tensor, k_KTD: Tensor, v_KTV: Tensor, blocks: list[Block], rule: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return the output [T, N, V] and the log-sum-exp [T, N] of every query's scores."""
     q_NTP, k_KTP, v_KTP = _padded(q_NTD, k_KTD, v_KTV)
@@ -33,8 +34,8 @@ def forward(
             _rows(v_KTP, block.k0, block.k1, block.num_squares),
             0.0,
             block.on_diagonal,
-            attn_mask=_mask(block, end_T, q_NTD.dtype),
-            scale=scale,
+            attn_mask=_mask(block, rule, q_NTD.dtype),
+            scale=rule.scale,
         )
         out, lse = _tokens(out), _tokens(lse)
         out_so_far, lse_so_far = out_TNP[block.q0 : block.q1], lse_TN[block.q0 : block.q1]
@@ -57,8 +58,7 @@ def backward(
     out_TNV: Tensor,
     lse_TN: Tensor,
     blocks: list[Block],
-    end_T: Tensor,
-    scale: float,
+    rule: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q [T, N, D], k [T, K, D] and v [T, K, V].
 
@@ -84,8 +84,8 @@ def backward(
             _rows(lse_NT1, *q_side).squeeze(-1),
             0.0,
             block.on_diagonal,
-            attn_mask=_mask(block, end_T, q_NTD.dtype),
-            scale=scale,
+            attn_mask=_mask(block, rule, q_NTD.dtype),
+            scale=rule.scale,
         )
         for i, (first, end, _) in enumerate((q_side, k_side, k_side)):
             share, here = _tokens(shares[i]), grads[i][first:end]
@@ -122,10 +122,13 @@ def _tokens(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _mask(block: Block, end_T: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return what `is_causal` leaves to mask in an ANCESTOR square: keys of ended subtrees."""
-    if block.kind != ANCESTOR:
+def _mask(block: Block, rule: Scores, dtype: torch.dtype) -> Tensor | None:
+    """Return what `is_causal` leaves to mask: keys of ended subtrees, and those out of reach."""
+    if not block.is_masked:
         return None
     query = torch.arange(block.q0, block.q1).unsqueeze(1)
-    ended = query >= end_T[block.k0 : block.k1]
-    return torch.zeros(ended.shape, dtype=dtype).masked_fill_(ended, -torch.inf)
+    key = torch.arange(block.k0, block.k1)
+    hidden = rule.ended(query, key) if block.kind == ANCESTOR else rule.too_far(query, key)
+    if block.kind == ANCESTOR and block.windowed:
+        hidden |= rule.too_far(query, key)
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)

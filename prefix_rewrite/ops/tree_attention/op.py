@@ -13,14 +13,20 @@ from torch import Tensor
 
 from prefix_rewrite.errors import LayoutError
 from prefix_rewrite.ops.tree_attention import blockwise, cpu_flash
-from prefix_rewrite.ops.tree_attention.plan import BLOCKS, SUBTREE_END, Block
+from prefix_rewrite.ops.tree_attention.blocks import Block
+from prefix_rewrite.ops.tree_attention.plan import DEPTH, SUBTREE_END, blocks_field
+from prefix_rewrite.ops.tree_attention.scores import Scores
 from prefix_rewrite.plan import PlanView
 
 _EXECUTORS: dict[str, ModuleType] = {"cpu_flash": cpu_flash, "blockwise": blockwise}
 
 
 def attention_backend(
-    device: torch.device | str, dtype: torch.dtype, head_dim: int, value_dim: int
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    softcap: float = 0.0,
 ) -> str:
     """Name the executor that runs tree attention on such tensors.
 
@@ -29,32 +35,54 @@ def attention_backend(
         dtype: what their dtypes promote to.
         head_dim: size of a query or key.
         value_dim: size of a value.
+        softcap: what the scores are capped at, 0 for none; the flash kernels can't.
 
     Returns:
         'cpu_flash' or 'blockwise'.
     """
     on_cpu = torch.device(device).type == "cpu"
-    return "cpu_flash" if on_cpu and dtype.is_floating_point else "blockwise"
+    return "cpu_flash" if on_cpu and dtype.is_floating_point and not softcap else "blockwise"
 
 
 @torch.library.custom_op("prefix_rewrite::tree_attention", mutates_args=())
 def tree_attention_op(
-    q: Tensor, k: Tensor, v: Tensor, host_plan: Tensor, device_plan: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    host_plan: Tensor,
+    device_plan: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [1, T, N, V] in v's dtype and the fp32 or fp64 log-sum-exp [T, N]."""
-    _check(q, k, v, scale)
+    _check(q, k, v, sinks, scale, window, softcap)
     dtype = _compute_dtype(q, k, v)
-    blocks, end_S = _read_plan(host_plan, device_plan, q.shape[2], k.shape[2])
-    executor = _EXECUTORS[attention_backend(q.device, dtype, q.shape[-1], v.shape[-1])]
+    plan = PlanView(host_plan, device_plan)
+    blocks = _read_blocks(plan, window, q.shape[2], k.shape[2])
     inputs = (x[0].to(dtype) for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
-        out_TNV, lse_TN = executor.forward(*inputs, blocks, end_S, scale)
+        rule = Scores(plan[SUBTREE_END], plan[DEPTH], scale, window, softcap)
+        out_TNV, lse_TN = _executor(q, v, dtype, softcap).forward(*inputs, blocks, rule)
+        if sinks is not None:
+            sinks_N = sinks.to(dtype)
+            out_TNV = out_TNV * torch.sigmoid(lse_TN - sinks_N).unsqueeze(-1)
+            lse_TN = torch.logaddexp(lse_TN, sinks_N)
     return out_TNV[None].to(v.dtype), lse_TN
 
 
 @tree_attention_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, host_plan: Tensor, device_plan: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    host_plan: Tensor,
+    device_plan: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     _, num_heads, num_tokens, _ = q.shape
     out = v.new_empty(1, num_tokens, num_heads, v.shape[-1])
@@ -72,13 +100,20 @@ def tree_attention_backward_op(
     host_plan: Tensor,
     device_plan: Tensor,
     scale: float,
+    window: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, in their shapes and dtypes."""
-    blocks, end_S = _read_plan(host_plan, device_plan, q.shape[2], k.shape[2])
-    executor = _EXECUTORS[attention_backend(q.device, lse.dtype, q.shape[-1], v.shape[-1])]
+    """Return the gradients of q, k and v, in their shapes and dtypes.
+
+    Sinks need nothing here: they are in the output and in the log-sum-exp.
+    """
+    plan = PlanView(host_plan, device_plan)
+    blocks = _read_blocks(plan, window, q.shape[2], k.shape[2])
     inputs = (x[0].to(lse.dtype) for x in (grad_out, q, k, v, out))
     with torch.autocast(q.device.type, enabled=False):
-        grads = executor.backward(*inputs, lse, blocks, end_S, scale)
+        rule = Scores(plan[SUBTREE_END], plan[DEPTH], scale, window, softcap)
+        executor = _executor(q, v, lse.dtype, softcap)
+        grads = executor.backward(*inputs, lse, blocks, rule)
     grad_q, grad_k, grad_v = (
         grad.to(x.dtype).contiguous().transpose(0, 1)[None]
         for grad, x in zip(grads, (q, k, v), strict=True)
@@ -97,6 +132,8 @@ def _(
     host_plan: Tensor,
     device_plan: Tensor,
     scale: float,
+    window: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v = (
         x.new_empty(1, x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v)
@@ -105,22 +142,35 @@ def _(
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, host_plan, device_plan, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, host_plan, device_plan)
+    q, k, v, sinks, host_plan, device_plan, *ctx.rule = inputs
+    ctx.save_for_backward(q, k, v, *output, host_plan, device_plan, sinks)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_out: Tensor | None, grad_lse: None):
     if grad_out is None:
-        return None, None, None, None, None, None
-    grads = torch.ops.prefix_rewrite.tree_attention_backward(
-        grad_out, *ctx.saved_tensors, ctx.scale
-    )
-    return *grads, None, None, None
+        return (None,) * 9
+    *saved, sinks = ctx.saved_tensors
+    grads = torch.ops.prefix_rewrite.tree_attention_backward(grad_out, *saved, *ctx.rule)
+    grad_sinks = None
+    if sinks is not None and ctx.needs_input_grad[3]:
+        grad_sinks = _sinks_gradient(grad_out, saved[3], saved[4], sinks)
+    return *grads, grad_sinks, None, None, None, None, None
 
 
 tree_attention_op.register_autograd(_backward, setup_context=_save)
+
+
+def _sinks_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[N]: a sink takes its share of the softmax and gives nothing, so it only lowers the rest."""
+    share_TN = torch.exp(sinks.to(lse.dtype) - lse)
+    delta_TN = (grad_out[0].to(lse.dtype) * out[0].to(lse.dtype)).sum(-1)
+    return -(share_TN * delta_TN).sum(0).to(sinks.dtype)
+
+
+def _executor(q: Tensor, v: Tensor, dtype: torch.dtype, softcap: float) -> ModuleType:
+    return _EXECUTORS[attention_backend(q.device, dtype, q.shape[-1], v.shape[-1], softcap)]
 
 
 def _compute_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
@@ -128,28 +178,37 @@ def _compute_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
 
 
-def _read_plan(
-    host_plan: Tensor, device_plan: Tensor, num_queries: int, num_keys: int
-) -> tuple[list[Block], Tensor]:
-    plan = PlanView(host_plan, device_plan)
-    end_S = plan[SUBTREE_END]
-    blocks = [Block(*row) for row in plan[BLOCKS].tolist()]
+def _read_blocks(plan: PlanView, window: int, num_queries: int, num_keys: int) -> list[Block]:
+    blocks = [Block(*row) for row in plan[blocks_field(window)].tolist()]
     num_planned = max((block.q1 for block in blocks), default=0)
     for name, planned, given in (
         ("queries", num_planned, num_queries),
-        ("keys", len(end_S), num_keys),
+        ("keys", len(plan[SUBTREE_END]), num_keys),
     ):
         if planned != given:
             raise LayoutError(
                 f"the plan must be of as many tokens as the {name}, got {planned} and {given}; "
                 "give the model the layout of the forest that it runs"
             )
-    return blocks, end_S
+    return blocks
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None:
     if not scale > 0:  # the kernels scale masked scores, which are -inf
         raise LayoutError(f"attention's scale must be positive, got {scale}; negate the queries")
+    if not (window >= 0 and 0 <= softcap < float("inf")):
+        raise LayoutError(
+            "attention's window and softcap must be positive, or 0 for none, "
+            f"got {window} and {softcap}"
+        )
     fits = (
         q.ndim == k.ndim == v.ndim == 4
         and q.shape[0] == k.shape[0] == v.shape[0] == 1
@@ -157,10 +216,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         and k.shape[1] == v.shape[1]
         and q.shape[3] == k.shape[3]
         and q.shape[1] % max(k.shape[1], 1) == 0
+        and (sinks is None or sinks.shape == (q.shape[1],))
     )
     if not fits:
         raise LayoutError(
             "tree attention needs q [1, N, T, D], k [1, K, S, D], v [1, K, S, V], S >= T, N a "
-            f"multiple of K, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "
-            "run one forest at a time"
+            f"multiple of K, sinks [N], got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+            f"{'' if sinks is None else f', {tuple(sinks.shape)}'}; run one forest at a time"
         )

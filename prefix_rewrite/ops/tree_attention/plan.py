@@ -5,48 +5,44 @@ Shapes: S segments, T tokens, B blocks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefix_rewrite.plan import register_field
+from prefix_rewrite.ops.tree_attention.blocks import (
+    ANCESTOR,
+    CALL_PAIRS,
+    CAUSAL,
+    FULL,
+    blocks_array,
+    schedule_cost,
+)
+from prefix_rewrite.ops.tree_attention.window import best_span, cut_to_window
+from prefix_rewrite.plan import Planner, register_field
 from prefix_rewrite.segments import IntArray, SegmentTable
 
-BLOCKS = register_field("attention_blocks", "host")
 SUBTREE_END = register_field("attention_subtree_end", "device")
+DEPTH = register_field("attention_depth", "device")
 
-CAUSAL, FULL, ANCESTOR = 0, 1, 2
 TILE_SIZES = (0, 16, 32, 64, 128, 256)
 
-# Costs in (query, key) pairs, forward and backward, as fitted to the CPU kernel at N * D of 512.
-CALL_PAIRS = 1200
-MASKED_CALL_PAIRS = 600  # more, for an ANCESTOR block
-ROW_PAIRS = 40  # for each query and for each key of a block: copies, sums, thin products
-KEY_STEP = 512  # a causal square is computed in whole steps of as many keys
+
+def blocks_field(window: int) -> str:
+    """Name the plan field that holds the blocks of attention with such a window, 0 for none."""
+    return register_field(f"attention_blocks_{window}" if window else "attention_blocks", "host")
 
 
-class Block(NamedTuple):
-    """One dense block of the attention: queries [q0, q1) against keys [k0, k1).
-
-    Attributes:
-        kind: CAUSAL and ANCESTOR are squares on the diagonal, FULL is a rectangle of ancestors.
-        num_squares: the block is this many equal squares, side by side on the diagonal.
-    """
-
-    kind: int
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    num_squares: int
-
-    @property
-    def on_diagonal(self) -> bool:
-        return self.kind != FULL
+BLOCKS = blocks_field(0)
 
 
-def plan_attention(segments: SegmentTable) -> dict[str, IntArray]:
+@functools.cache
+def attention_planner(window: int) -> Planner:
+    """Return `plan_attention` for a window: one object a window, so that layers share a plan."""
+    return functools.partial(plan_attention, window=window)
+
+
+def plan_attention(segments: SegmentTable, window: int = 0) -> dict[str, IntArray]:
     """Cover every visible pair once by blocks, with the cheapest tile size.
 
     A run of first children is contiguous, so it takes one causal square, and each of its branching
@@ -55,29 +51,26 @@ def plan_attention(segments: SegmentTable) -> dict[str, IntArray]:
     token are at most log2(T) + 1 intervals. Subtrees of at most a tile's tokens are one
     ancestor-masked square each, or one for several siblings.
 
+    Args:
+        segments: the forest.
+        window: tokens that a token sees, itself included; 0 for all its ancestors.
+
     Returns:
-        `attention_blocks` [B, 6], the fields of `Block`, diagonal blocks first: they hold every
-        token exactly once. `attention_subtree_end` [T].
+        `attention_blocks` [B, 7], the fields of `Block`, diagonal blocks first: they hold every
+        token exactly once. `attention_subtree_end` [T], `attention_depth` [T].
     """
-    schedules = [schedule(segments, tile) for tile in TILE_SIZES]
+    blocks = min((schedule(segments, tile) for tile in TILE_SIZES), key=schedule_cost)
+    if window:
+        blocks = cut_to_window(blocks, segments.position_ids, window, best_span(window))
     return {
-        BLOCKS: min(schedules, key=schedule_cost),
+        blocks_field(window): blocks,
         SUBTREE_END: segments.token_subtree_end,
+        DEPTH: segments.position_ids,
     }
 
 
-def schedule_cost(blocks_B6: IntArray) -> float:
-    """Return the cost of a schedule in pairs: what the kernel computes, not what is visible."""
-    kind, q0, q1, k0, k1, num_squares = blocks_B6.T
-    num_queries, num_keys = q1 - q0, (k1 - k0) // num_squares
-    causal_keys = (num_keys + np.minimum(num_keys, KEY_STEP)) / 2
-    area = num_queries * np.where(kind == CAUSAL, causal_keys, num_keys)
-    calls = CALL_PAIRS + MASKED_CALL_PAIRS * (kind == ANCESTOR)
-    return float((calls + ROW_PAIRS * (num_queries + k1 - k0) + area).sum())
-
-
 def schedule(segments: SegmentTable, tile: int) -> IntArray:
-    """Return the [B, 6] blocks, with subtrees of up to `tile` tokens masked, not cut up."""
+    """Return the [B, 7] blocks, with subtrees of up to `tile` tokens masked, not cut up."""
     tiles, tiled = _tiles(segments, tile)
     squares = np.concatenate([tiles, _run_squares(segments, tiled)])
     squares = squares[np.argsort(squares[:, 1], kind="stable")]
@@ -126,7 +119,7 @@ def _run_squares(segments: SegmentTable, tiled: NDArray[np.bool_]) -> IntArray:
 
 
 def _batch_equal(squares: IntArray) -> IntArray:
-    """Turn sorted (kind, first, end) squares into [B, 6] blocks, equal causal ones in one."""
+    """Turn sorted (kind, first, end) squares into [B, 7] blocks, equal causal ones in one."""
     kind, a, b = squares.T
     joins = np.zeros(len(squares), dtype=bool)
     equal = (a[1:] == b[:-1]) & (b[1:] - a[1:] == b[:-1] - a[:-1])
@@ -134,11 +127,11 @@ def _batch_equal(squares: IntArray) -> IntArray:
     first = np.flatnonzero(~joins)
     num_squares = np.diff(np.append(first, len(squares)))
     a, b = a[first], b[first + num_squares - 1]
-    return np.stack([kind[first], a, b, a, b, num_squares], 1)
+    return blocks_array(kind[first], a, b, a, b, num_squares)
 
 
 def _rectangles(segments: SegmentTable, tiled: NDArray[np.bool_]) -> IntArray:
-    """Return the [B, 6] rectangles of the segments where subtrees leave their run."""
+    """Return the [B, 7] rectangles of the segments where subtrees leave their run."""
     start, end, subtree_end = (
         segments.start,
         segments.start + segments.length,
@@ -151,5 +144,4 @@ def _rectangles(segments: SegmentTable, tiled: NDArray[np.bool_]) -> IntArray:
     leaves = q0 < subtree_end[parent]
     parent, q0 = parent[leaves], q0[leaves]
     k0 = start[segments.run_head[parent]]
-    full, one = np.full_like(parent, FULL), np.ones_like(parent)
-    return np.stack([full, q0, subtree_end[parent], k0, end[parent], one], 1)
+    return blocks_array(FULL, q0, subtree_end[parent], k0, end[parent])

@@ -11,7 +11,15 @@ from torch import Tensor
 
 
 def tree_attention_reference(
-    q_1NTD: Tensor, k_1KTD: Tensor, v_1KTV: Tensor, parent_token: list[int], scale: float
+    q_1NTD: Tensor,
+    k_1KTD: Tensor,
+    v_1KTV: Tensor,
+    parent_token: list[int],
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from every token to itself and to its ancestors, by a plain loop over the tokens.
 
@@ -24,6 +32,9 @@ def tree_attention_reference(
         v_1KTV: [1, K, T, V] values.
         parent_token: [T] the token before each token on its path, -1 for a first token.
         scale: factor of the scores.
+        window: tokens that a token sees, itself included; 0 for all its ancestors.
+        softcap: scores x become softcap * tanh(x / softcap); 0 for none.
+        sinks: [N] a further score of each head, without a value; None for none.
 
     Returns:
         [1, T, N, V].
@@ -33,13 +44,18 @@ def tree_attention_reference(
     v_NTV = v_1KTV[0].repeat_interleave(num_groups, dim=0)
     rows = []
     for t in range(q_1NTD.shape[2]):
-        path = []
+        path: list[int] = []
         s = t
-        while s >= 0:
+        while s >= 0 and not (window and len(path) == window):
             path.append(s)
             s = parent_token[s]
         keys = torch.tensor(path, device=q_1NTD.device)
         k_NSD, v_NSV = k_NTD.index_select(1, keys), v_NTV.index_select(1, keys)
         scores_NS = torch.einsum("nd,nsd->ns", q_1NTD[0, :, t], k_NSD) * scale
-        rows.append(torch.einsum("ns,nsv->nv", scores_NS.softmax(-1), v_NSV))
+        if softcap:
+            scores_NS = softcap * torch.tanh(scores_NS / softcap)
+        if sinks is not None:
+            scores_NS = torch.cat([scores_NS, sinks[:, None]], 1)
+        probs_NS = scores_NS.softmax(-1)[:, : len(path)]
+        rows.append(torch.einsum("ns,nsv->nv", probs_NS, v_NSV))
     return torch.stack(rows)[None]
