@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-confirmed lint setup clean
+.PHONY: demo test lint setup clean
 
 setup: $(VENV)/.installed
 
@@ -27,14 +27,6 @@ RUN_TESTS = OMP_NUM_THREADS=1 xargs -P 2 -n 1 $(BIN)/python -m pytest -q
 test: lint
 	ls tests/test_*.py | $(RUN_TESTS)
 	$(BIN)/python -m pytest --doctest-modules prefix_rewrite -q
-
-# The files seen to pass one by one since the token-locality proof joined the passes. Grow this list
-# to all of them, then let .ci/run call `make test` again.
-CONFIRMED := call_files calls chunk_tree forest forest_cli forest_graph fragment_schedule \
-	fragment_training fragments own_mixer packaging verify wrapper
-
-test-confirmed: lint
-	echo $(CONFIRMED:%=tests/test_%.py) | $(RUN_TESTS)
 
 clean:
 	rm -rf $(VENV)

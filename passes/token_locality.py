@@ -55,6 +55,7 @@ from prefix_rewrite.passes.nodes import (
 from prefix_rewrite.targets import find_target
 
 leaf = torch.ops.prefix_rewrite
+ONLY_RETURN = "return it, and add it to the loss outside the model"
 KEEP_NOTHING = "keep no state between calls: a forest runs once where its calls run many times"
 
 
@@ -120,11 +121,13 @@ class Proof:
                 self._check_placeholder(node, known)
         project = self._context.checked_census.project
         logits: Node = project.args[0]
-        self._run(graph_module, [logits, *self._judged_outputs(graph_module)])
+        returned = graph_module.graph.output_node().all_input_nodes
+        totals = [node for node in returned if _is_total(node)]
+        self._run(graph_module, [logits, *totals, *self._judged_outputs(graph_module)])
         if self._states[logits] not in (PerToken(1), UNPROVEN):
             self._report(logits, Refusal("returns logits that are not [1, tokens, vocabulary]"))
-        for node in graph_module.graph.output_node().all_input_nodes:
-            if project not in node.all_input_nodes:
+        for node in returned:
+            if project not in node.all_input_nodes and node not in totals:
                 self._report(node, Refusal("makes a value that the model keeps", KEEP_NOTHING))
 
     def _check_placeholder(self, node: Node, known: bool) -> None:
@@ -192,6 +195,10 @@ class Proof:
             for state in states_in(self._states[value]):
                 if not (state in (SAME, UNPROVEN) or isinstance(state, PerToken) and state.plain):
                     raise Refusal(f"gets a {name} whose rows are not the tokens in their order")
+        if _is_total(node):
+            if any(user.op != "output" for user in node.users):
+                raise Refusal("is of all calls together, and is used to compute more", ONLY_RETURN)
+            return SAME
         result = self._tokens.by_shape(value_of(node))
         if not all(isinstance(s, PerToken) and s.plain or s == SAME for s in states_in(result)):
             raise Refusal("returns rows that are not the tokens")
@@ -207,6 +214,11 @@ class Proof:
         reported = {(other.module, other.source) for other in head.findings}
         if node not in head.nodes or (finding.module, finding.source) not in reported:
             self.findings.append(finding)
+
+
+def _is_total(node: Node) -> bool:
+    found = find_target(node)
+    return found is not None and found[0].is_total
 
 
 def _live(graph: Graph, outputs: Iterable[Node]) -> set[Node]:

@@ -32,7 +32,7 @@ from prefix_rewrite.mixers.attention import (
 from prefix_rewrite.model_checks import attention_configs, attention_findings, model_findings
 from prefix_rewrite.passes.context import Census, PassContext
 from prefix_rewrite.passes.pipeline import rewrite
-from prefix_rewrite.seams import install_seams, tracing_for_us
+from prefix_rewrite.seams import install_recorders, install_seams, tracing_for_us
 from prefix_rewrite.segments import IntArray
 
 Planners = tuple[Callable[[Any], Mapping[str, IntArray]], ...]
@@ -94,6 +94,7 @@ class CapturedModel:
             UnsupportedModelError: it can't be run exactly on a forest, with every reason.
         """
         self._findings = model_findings(self.model)
+        install_recorders(self.model)
         device = next(self.model.parameters()).device
         self._run(
             _example_layout(device, self.group), None, torch.ones(1, device=device), False, False

@@ -107,7 +107,7 @@ class _Runner:
 
         call = self.group.agree(prepare, self._state, device) if self.group else prepare()
         forest = call.forest
-        logprobs, entropies, rows = self.captured(
+        logprobs, entropies, rows, aux_loss = self.captured(
             lambda planners: self._layout(forest, planners, device),
             torch.tensor([call.temperature], dtype=torch.float32, device=device),
             entropy=call.entropy,
@@ -121,6 +121,7 @@ class _Runner:
             logits=self._all_edges(rows[0].index_select(0, layout.edge_row), layout)
             if call.logits
             else None,
+            aux_loss=aux_loss,
         )
 
     def sync_gradients(self) -> None:

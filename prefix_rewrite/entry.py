@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor
 from prefix_rewrite.errors import Finding, UnsupportedModelError
 from prefix_rewrite.mixers.base import define_leaf
 
-GraphOutput = tuple[Tensor, Tensor, Tensor]  # logprobs [E], entropy [E], logits [1,R,V]
+Projected = tuple[Tensor, Tensor, Tensor]  # logprobs [E], entropy [E], logits [1,R,V]
+GraphOutput = tuple[Tensor, Tensor, Tensor, Tensor | None]  # and the model's auxiliary loss
 
 
 def _project_fake(
     logits: Tensor, others: list[Tensor], edge_source: Tensor, edge_row: Tensor, *rest: Any
-) -> GraphOutput:
+) -> Projected:
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     edges = (edge_row.shape[0],)
     rows = logits.new_empty(1, edge_source.shape[0], logits.shape[-1])
@@ -64,12 +65,12 @@ def make_entry(model: nn.Module) -> Callable[..., GraphOutput]:
         arguments = {ids_name: leaf_bind(input_ids, plan), **constants}
         if takes_positions:
             arguments["position_ids"] = position_ids
-        logits, others = _split_output(forward(**arguments))
+        logits, aux_loss, others = _split_output(forward(**arguments))
         if isinstance(logits, DTensor):  # of a head that tensor parallel shards
             logits = logits.to_local()
-        return leaf_project(
-            logits, others, edge_source, edge_row, edge_target, temperature, entropy, logits_wanted
-        )
+        edges = (edge_source, edge_row, edge_target)
+        projected = leaf_project(logits, others, *edges, temperature, entropy, logits_wanted)
+        return (*projected, aux_loss)
 
     # Dynamo keeps its cache by code object; a copy gives each model a cache of its own.
     entry.__code__ = entry.__code__.replace()
@@ -103,14 +104,15 @@ def _forward_arguments(model: Any) -> tuple[str, bool, dict[str, Any]]:
     return ids_name, "position_ids" in accepted, constants
 
 
-def _split_output(output: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return a model's logits, and every other tensor in its output."""
+def _split_output(output: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Return a model's logits, its auxiliary loss, and every other tensor in its output."""
     if isinstance(output, Tensor):
-        return output, []
+        return output, None, []
     if isinstance(output, (tuple, list)):
-        return output[0], _tensors(output[1:])
-    fields = {name: value for name, value in output.items() if name != "logits"}
-    return output.logits, _tensors(list(fields.values()))
+        return output[0], None, _tensors(output[1:])
+    fields = dict(output.items())
+    logits, aux_loss = fields.pop("logits"), fields.pop("aux_loss", None)
+    return logits, aux_loss, _tensors(list(fields.values()))
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -60,6 +60,7 @@ class PrefixForest:
         call_length: [C] tokens of the call.
         call_ids: [C] the calls' positions in the forest that this is a fragment of; else 0..C-1.
         edge_ids: [E] the edges' positions there; else 0..E-1.
+        of_graph: whether it was made of a graph.
     """
 
     segments: SegmentTable
@@ -70,6 +71,7 @@ class PrefixForest:
     call_length: IntArray
     call_ids: IntArray
     edge_ids: IntArray
+    of_graph: bool = False
 
     @classmethod
     def from_calls(cls, calls: Iterable[CapturedCall]) -> PrefixForest:
@@ -134,6 +136,7 @@ class PrefixForest:
             call_length=begin + length,
             sampled_depth=np.repeat(begin, num_sampled) + _concatenate(at),
             num_sampled=num_sampled,
+            of_graph=True,
         )
 
     def split(
@@ -170,6 +173,23 @@ class PrefixForest:
     def num_calls(self) -> int:
         """Calls C; of a forest made of a graph, its nodes."""
         return len(self.call_length)
+
+    @cached_property
+    def token_calls(self) -> IntArray:
+        """[T] calls that contain each physical token; of a graph, paths to its leaves.
+
+        What a statistic over tokens must weigh each token by to be that of the calls as rows.
+        """
+        table = self.segments
+        is_leaf = table.subtree_end == table.start + table.length
+        if self.of_graph:
+            last = table.subtree_end[is_leaf] - 1
+        else:
+            length = self.call_length[self.call_length > 0]
+            segment = self.call_segment[self.call_length > 0]
+            last = table.locate(segment.copy(), length - 1)
+        up_to = np.append(0, np.cumsum(np.bincount(last, minlength=self.num_tokens)))
+        return up_to[table.token_subtree_end] - up_to[: self.num_tokens]
 
     @cached_property
     def graph(self) -> nx.DiGraph:
@@ -237,6 +257,7 @@ def assemble_forest(
     num_sampled: IntArray,
     call_ids: IntArray | None = None,
     edge_ids: IntArray | None = None,
+    of_graph: bool = False,
 ) -> PrefixForest:
     """Lay out nodes given in any order, and find the sampled edges of the calls.
 
@@ -251,6 +272,7 @@ def assemble_forest(
         num_sampled: [C] sampled tokens of each call.
         call_ids: [C] the calls' positions in the forest that is split; None if it is whole.
         edge_ids: [E] the same of the edges.
+        of_graph: whether the nodes are a user's own.
     """
     length = [len(ids) for ids in runs]
     order = heavy_first_order(parent, length, rank)
@@ -277,6 +299,7 @@ def assemble_forest(
         call_length=call_length,
         call_ids=np.arange(len(call_length)) if call_ids is None else call_ids,
         edge_ids=np.arange(len(token)) if edge_ids is None else edge_ids,
+        of_graph=of_graph,
     )
 
 

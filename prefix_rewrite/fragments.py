@@ -194,4 +194,5 @@ def _cut_out(
         num_sampled=counts,
         call_ids=calls,
         edge_ids=edge_ids,
+        of_graph=forest.of_graph,
     )

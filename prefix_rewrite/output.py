@@ -19,12 +19,16 @@ class ForestOutput:
         logprobs: [E] fp32 (fp64 for an fp64 model) log-probability of each sampled token.
         entropy: [E] entropy of the distribution it was sampled from, in nats, if asked for.
         logits: [E, V] the model's logits at each edge, if asked for.
+        aux_loss: [] fp32 load-balancing loss, if the model returns one (`output_router_logits`):
+            that of the calls as rows of one batch, padding left out, so each physical token counts
+            once for each call that contains it. The model's own coefficient is not in it.
     """
 
     forest: PrefixForest
     logprobs: Tensor
     entropy: Tensor | None = None
     logits: Tensor | None = None
+    aux_loss: Tensor | None = None
 
     def per_call(self) -> list[Tensor]:
         """Return each call's log-probabilities, `[len(sampled_ids)]`, in the caller's order."""

@@ -65,6 +65,18 @@ def install_seams(model: nn.Module) -> None:
                 _substitute(function, seam)
 
 
+def install_recorders(model: nn.Module) -> None:
+    """Let transformers record the routers' logits where a config asks for them.
+
+    It hooks a model at its first such call, under a lock that Dynamo can't trace.
+    """
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "output_router_logits", False):
+            recording = sys.modules.get("transformers.utils.output_capturing")
+            if recording is not None and recording._CAN_RECORD_REGISTRY.get(module):
+                recording.maybe_install_capturing_hooks(module)
+
+
 def _find(file: Any, name: str) -> Any:
     """Return a file's function, or, for `Class.method`, what the method's decorator calls.
 

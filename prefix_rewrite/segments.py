@@ -33,6 +33,7 @@ class SegmentTable:
         length: [S] tokens of the segment, at least 1.
         depth: [S] distance of the segment's first token from its root, in tokens.
         subtree_end: [S] one past the last physical token of the segment's subtree.
+        token_calls: [T] calls that contain each token, where the table is a forest's layout.
     """
 
     parent: IntArray
@@ -40,6 +41,7 @@ class SegmentTable:
     length: IntArray
     depth: IntArray
     subtree_end: IntArray
+    token_calls: IntArray | None = None
 
     @classmethod
     def from_parents(cls, parent: Sequence[int], length: Sequence[int]) -> SegmentTable:

@@ -9,6 +9,7 @@ from prefix_rewrite.mixers.attention import ATTENTION
 from prefix_rewrite.mixers.base import Signature, Target
 from prefix_rewrite.mixers.conv import CONV
 from prefix_rewrite.mixers.delta_rule import CHANNEL_DELTA_RULE, DELTA_RULE
+from prefix_rewrite.mixers.load_balancing import LOAD_BALANCING
 from prefix_rewrite.mixers.selective_scan import SELECTIVE_SCAN
 from prefix_rewrite.mixers.ssd import SSD
 
@@ -19,6 +20,7 @@ TARGETS: list[Target] = [
     SELECTIVE_SCAN,
     DELTA_RULE,
     CHANNEL_DELTA_RULE,
+    LOAD_BALANCING,
 ]
 
 

@@ -84,6 +84,7 @@ class Target:
         rank_form: its context-parallel form, None where it has none.
         planner_for: the planner of one call, where it depends on the call's constants; the same
             object for the same constants.
+        is_total: its result is one of the forest as a whole, which the model may only return.
     """
 
     kind: str
@@ -94,6 +95,7 @@ class Target:
     seams: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     rank_form: RankForm | None = None
     planner_for: Callable[[Call], Planner] | None = None
+    is_total: bool = False
 
     def planner_of(self, call: Call) -> Planner:
         return self.planner if self.planner_for is None else self.planner_for(call)
