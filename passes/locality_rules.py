@@ -211,7 +211,7 @@ def _check_target(call: Call) -> None:
 
 
 def _check_result(call: Call, state: State) -> None:
-    """A rule that disagrees with the recorded shapes is our bug, and no proof."""
+    """A rule that disagrees with the recorded shapes proves nothing."""
     value = value_of(call.inputs[0]) if call.in_place else call.output
     values = value if isinstance(state, tuple) else (value,)
     for found, item in zip(states_in(state), values, strict=True):
@@ -219,12 +219,19 @@ def _check_result(call: Call, state: State) -> None:
         dims = [found.dim] if isinstance(found, PerToken) else []
         if isinstance(found, Special):
             continue
-        assert call.tokens.in_shape(shape) == dims, f"{call.op}: {found} of {shape}"
-        if isinstance(found, PerToken):
-            factor = call.tokens.factor(shape[found.dim])
-            assert factor == found.outer * found.inner, f"{call.op}: {found} of {shape}"
+        if call.tokens.in_shape(shape) != dims or not _has_rows_of(call, found, shape):
+            raise Refusal(
+                f"returns {list(shape)} where its token-locality rule expects {found}",
+                "this is a rule's fault, not your model's: please report it",
+            )
     if call.in_place and not isinstance(state, Special) and state != call.state(call.inputs[0]):
         raise Refusal("changes in place a tensor whose rows are not its tokens'")
+
+
+def _has_rows_of(call: Call, state: State, shape: tuple[Any, ...]) -> bool:
+    if not isinstance(state, PerToken):
+        return True
+    return call.tokens.factor(shape[state.dim]) == state.outer * state.inner
 
 
 @cache

@@ -12,6 +12,7 @@ import inspect
 import sys
 import types
 from collections.abc import Iterable, Iterator
+from importlib import metadata
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefix_rewrite.errors import Finding
 
+Version = tuple[int, int]
+_TORCH: tuple[Version, Version | None] = (2, 11), None
+_TRANSFORMERS: tuple[Version, Version | None] = (5, 17), (5, 24)  # those that are tested
 # Attention functions of transformers: plain softmax attention over what they are given.
 _KNOWN_ATTENTION = {"eager", "sdpa", "flex_attention"}
 _KNOWN_ATTENTION |= {f"flash_attention_{version}" for version in (2, 3, 4)}
@@ -33,7 +37,8 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 def model_findings(model: nn.Module) -> list[Finding]:
     """Look at every module; return the reasons against a rewrite, in module order."""
-    findings = attention_findings(attention_configs(model))
+    configs = list(attention_configs(model))
+    findings = [*_version_findings(bool(configs)), *attention_findings(configs)]
     findings.extend(_eager_findings(model))
     if isinstance(model, DistributedDataParallel):
         findings.append(
@@ -74,6 +79,20 @@ def attention_findings(configs: Iterable[Any]) -> list[Finding]:
         for name in names
         if name is not None and (name not in _KNOWN_ATTENTION or _is_replaced(name))
     ]
+
+
+def _version_findings(uses_transformers: bool) -> Iterator[Finding]:
+    """Refuse versions whose calls of mixers and masks were never looked at."""
+    supported = {"torch": _TORCH} | ({"transformers": _TRANSFORMERS} if uses_transformers else {})
+    for package, (first, last) in supported.items():
+        version = metadata.version(package)
+        known = tuple(int(part) for part in version.split(".")[:2])
+        if known < first or (last is not None and known > last):
+            until = f" to {last[0]}.{last[1]}" if last else " or later"
+            yield Finding(
+                f"{package} {version} is not supported",
+                f"install {package} {first[0]}.{first[1]}{until}",
+            )
 
 
 def _eager_findings(model: nn.Module) -> Iterator[Finding]:

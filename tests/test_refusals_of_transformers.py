@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 
 import pytest
 import torch
@@ -169,6 +170,22 @@ def test_positions_that_depend_on_the_length():
         finding, *_ = findings_of(model, f"'{kind}' RoPE rotates a prefix differently")
         assert finding.module == "model.rotary_emb"
     assert_accepted(rope("yarn", factor=2.0, original_max_position_embeddings=16))
+
+
+@pytest.mark.parametrize(
+    "package, version, supported",
+    [
+        ("transformers", "5.16.3", "5.17 to 5.24"),
+        ("transformers", "6.0.0.dev0", "5.17 to 5.24"),
+        ("torch", "2.10.1+cpu", "2.11 or later"),
+    ],
+)
+def test_versions_that_were_never_tested(package, version, supported, monkeypatch):
+    model = make("llama")
+    known = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda x: version if x == package else known(x))
+    (finding,) = findings_of(model, f"{package} {version[:3]}.* is not supported")
+    assert finding.remedy == f"install {package} {supported}"
 
 
 def biased_by_key(module, query, key, value, attention_mask, **kwargs):
