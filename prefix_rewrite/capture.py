@@ -20,6 +20,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
+from prefix_rewrite.distributed.fsdp import parameters_gathered
 from prefix_rewrite.entry import GraphOutput, make_entry
 from prefix_rewrite.errors import Finding, PrefixRewriteError, UnsupportedModelError
 from prefix_rewrite.layout import Layout
@@ -135,6 +136,7 @@ class CapturedModel:
         with (
             self._lock,
             _attention_through_seam(self._configs),
+            parameters_gathered(self.model),
             tracing_for_us(),
             _translated(self._findings),
         ):

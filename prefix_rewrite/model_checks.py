@@ -16,9 +16,9 @@ from importlib import metadata
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from prefix_rewrite.distributed.fsdp import fsdp_findings
 from prefix_rewrite.errors import Finding
 
 Version = tuple[int, int]
@@ -47,7 +47,7 @@ def model_findings(model: nn.Module) -> list[Finding]:
                 "wrap the compiled model: DistributedDataParallel(prefix_compile(model))",
             )
         )
-    findings.extend(_fsdp_findings(model))
+    findings.extend(fsdp_findings(model))
     for name, module in model.named_modules():
         findings.extend(_rope_findings(name, module))
         if getattr(module, "_use_kernels", False):
@@ -55,17 +55,6 @@ def model_findings(model: nn.Module) -> list[Finding]:
                 Finding("uses hub kernels that replace whole layers", "load it without", name)
             )
     return findings
-
-
-def _fsdp_findings(model: nn.Module) -> list[Finding]:
-    names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    if not names:
-        return []
-    what = f"{len(names)} module(s) are wrapped by fully_shard, whose hooks cut the graph at each"
-    remedy = (
-        "FSDP2 is not supported yet: use DDP around the compiled model, cp_mesh, tensor parallel"
-    )
-    return [Finding(what, remedy, names[0])]
 
 
 def attention_findings(configs: Iterable[Any]) -> list[Finding]:

@@ -39,5 +39,14 @@ def test_ddp_over_data_and_context_ranks():
     run_ranks("cp_worker.py", "ddp", "bamba", num_ranks=4)
 
 
-def test_fsdp2_is_refused_by_name():
-    run_ranks("cp_worker.py", "fsdp", num_ranks=2)
+@pytest.mark.parametrize("family", ("llama", "bamba"))
+def test_fsdp2_over_data_and_context_ranks(family):
+    run_ranks("cp_worker.py", "fsdp", family, num_ranks=4)
+
+
+def test_fsdp2_alone():
+    run_ranks("cp_worker.py", "fsdp_alone", num_ranks=2)
+
+
+def test_fsdp2_policies_that_change_numbers_are_refused():
+    run_ranks("cp_worker.py", "fsdp_refusals", num_ranks=2)
