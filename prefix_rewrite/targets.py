@@ -9,6 +9,7 @@ from prefix_rewrite.mixers.attention import ATTENTION
 from prefix_rewrite.mixers.base import Signature, Target
 from prefix_rewrite.mixers.conv import CONV
 from prefix_rewrite.mixers.delta_rule import CHANNEL_DELTA_RULE, DELTA_RULE
+from prefix_rewrite.mixers.libraries import LIBRARY_SEAMS
 from prefix_rewrite.mixers.selective_scan import SELECTIVE_SCAN
 from prefix_rewrite.mixers.ssd import SSD
 
@@ -35,6 +36,8 @@ def register_mixer(target: Target) -> None:
     """
     if not isinstance(target, Target):
         raise PrefixRewriteError(f"a mixer must be a Target, got {type(target).__name__}")
+    if taken := [name for name in target.seams if name in LIBRARY_SEAMS]:
+        raise PrefixRewriteError(f"a mixer's names must be new, got {', '.join(taken)}; rename")
     for known in TARGETS:
         taken = [str(call) for call in known.signatures if call in target.signatures]
         taken += [name for name in known.seams if name in target.seams]
