@@ -15,6 +15,7 @@ from library_models import (
     DeltaRule,
     Mamba1,
     Mamba2,
+    Prenorm,
     flash,
     flash_packed,
     language,
@@ -68,14 +69,21 @@ def packages():
         yield
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_forest_equals_its_calls_alone(name):
-    model = language(*MODELS[name])
+def assert_exact(model, shapes=("fork_in_conv", "nested")):
     compiled = prefix_compile(model)
-    for shape in ("fork_in_conv", "nested"):
+    for shape in shapes:
         calls = calls_of(SHAPES[shape])
         got = run_forest(compiled, PrefixForest.from_calls(calls))
         assert_equal_results(got, run_rows(model, calls, forward=lambda m, ids: m(ids)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_forest_equals_its_calls_alone(name):
+    assert_exact(language(*MODELS[name]))
+
+
+def test_fused_norms_are_proven_to_be_none_of_the_mixers():
+    assert_exact(language(lambda: Mamba2(fused=True), Mamba1, kind=Prenorm))
 
 
 IDS = torch.arange(3, 14)[None]
@@ -115,7 +123,4 @@ def test_a_package_function_is_not_taken_for_one_of_transformers():
             args = (None, None, None, False, None, "silu")
             return causal_conv1d_fn(x.transpose(1, 2), self.weight, *args).transpose(1, 2)
 
-    model = language(ByPosition)
-    calls = calls_of(SHAPES["fork_in_conv"])
-    got = run_forest(prefix_compile(model), PrefixForest.from_calls(calls))
-    assert_equal_results(got, run_rows(model, calls, forward=lambda m, ids: m(ids)))
+    assert_exact(language(ByPosition))

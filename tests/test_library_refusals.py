@@ -17,6 +17,7 @@ from library_models import (
     DeltaRule,
     Mamba1,
     Mamba2,
+    Prenorm,
     flash,
     flash_packed,
     language,
@@ -233,6 +234,15 @@ def test_it_is_refused(case):
         prefix_compile(language(make))
     known = [f for f in caught.value.findings if "could not be captured" not in f.what]
     assert known and any(f.module == "mixers.0" for f in known), str(caught.value)
+
+
+def test_a_norm_of_two_branches_is_refused():
+    class Parallel(Prenorm):
+        def forward(self, input_ids):
+            return super().forward(input_ids, rowscale=torch.ones(input_ids.shape))
+
+    with pytest.raises(UnsupportedModelError, match="layer norm asks for rowscale"):
+        prefix_compile(language(Mamba2, kind=Parallel))
 
 
 @pytest.mark.parametrize("name", [n for n in LIBRARY_SEAMS if not n.startswith("torch.")])

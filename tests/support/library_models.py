@@ -19,9 +19,11 @@ from stand_ins import (
     chunk_kda,
     flash_attn_func,
     flash_attn_varlen_func,
+    layer_norm_fn,
     mamba_chunk_scan_combined,
     mamba_inner_fn,
     mamba_split_conv1d_scan_combined,
+    rms_norm_fn,
     rmsnorm_fn,
     selective_scan_fn,
 )
@@ -226,9 +228,21 @@ class Language(nn.Module):
         return self.head(x)
 
 
-def language(*mixers: Callable[[], nn.Module]) -> nn.Module:
+class Prenorm(Language):
+    """A stream of residuals through mamba_ssm's fused norms, as its language model has it."""
+
+    def forward(self, input_ids: Tensor, **asked: Any) -> Tensor:
+        x, residual = self.embed(input_ids), None
+        for norm, mixer in zip(self.norms, self.mixers, strict=True):
+            options = {"prenorm": True, "residual_in_fp32": True, "eps": norm.eps, **asked}
+            x, residual = layer_norm_fn(x, norm.weight, norm.bias, residual=residual, **options)
+            x = mixer(x)
+        return self.head(rms_norm_fn(x, self.norms[0].weight, None, residual=residual))
+
+
+def language(*mixers: Callable[[], nn.Module], kind: type[Language] = Language) -> nn.Module:
     """Build a model with weights under which a lost state is visible."""
     torch.manual_seed(0)
-    model = Language(*(make() for make in mixers))
+    model = kind(*(make() for make in mixers))
     spread_weights(model, seed=0, decay=(-4.0, -3.0))
     return model

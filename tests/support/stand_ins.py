@@ -119,6 +119,51 @@ def rmsnorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_g
     return x * weight * (F.silu(z) if z is not None and norm_before_gate else 1.0)
 
 
+@of("mamba_ssm.ops.triton.layer_norm")
+def layer_norm_fn(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    is_rms_norm=False,
+    return_dropout_mask=False,
+):
+    no(x1, weight1, bias1, dropout_p or None, rowscale, return_dropout_mask)
+    x = x if residual is None else x + residual
+    norm = F.rms_norm if is_rms_norm else F.layer_norm
+    rest = (weight,) if is_rms_norm else (weight, bias)
+    out = norm(x, x.shape[-1:], *rest, eps)
+    return (out, x) if prenorm else out
+
+
+@of("mamba_ssm.ops.triton.layer_norm")
+def rms_norm_fn(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    no(x1, weight1, bias1, dropout_p or None, rowscale, prenorm, return_dropout_mask)
+    return layer_norm_fn(x, weight, bias, residual, eps=eps, is_rms_norm=True)
+
+
 @of("mamba_ssm.ops.triton.ssd_combined")
 def mamba_split_conv1d_scan_combined(
     zxbcdt,

@@ -12,6 +12,7 @@ from prefix_rewrite.mixers.libraries.causal_conv1d import CAUSAL_CONV1D_SEAMS
 from prefix_rewrite.mixers.libraries.fla import FLA_SEAMS
 from prefix_rewrite.mixers.libraries.flash_attn import FLASH_ATTN_SEAMS
 from prefix_rewrite.mixers.libraries.flex_attention import FLEX_ATTENTION_SEAMS
+from prefix_rewrite.mixers.libraries.mamba_norms import MAMBA_NORM_SEAMS
 from prefix_rewrite.mixers.libraries.mamba_ssm import MAMBA_SSM_SEAMS
 
 LIBRARY_SEAMS: Seams = {
@@ -19,5 +20,6 @@ LIBRARY_SEAMS: Seams = {
     **FLA_SEAMS,
     **FLASH_ATTN_SEAMS,
     **FLEX_ATTENTION_SEAMS,
+    **MAMBA_NORM_SEAMS,
     **MAMBA_SSM_SEAMS,
 }

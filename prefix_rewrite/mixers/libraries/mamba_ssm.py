@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prefix_rewrite.mixers.base import Seams, asked_for
 from prefix_rewrite.mixers.conv import leaf_conv
+from prefix_rewrite.mixers.libraries.mamba_norms import gated_rms_norm
 from prefix_rewrite.mixers.libraries.results import wide, with_extras
 from prefix_rewrite.mixers.selective_scan import leaf_selective_scan
 from prefix_rewrite.mixers.ssd import leaf_ssd
@@ -102,26 +103,6 @@ def split_conv1d_scan_seam(
     return with_extras(out, return_final_states)
 
 
-def gated_rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    z: Tensor | None = None,
-    eps: float = 1e-6,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-) -> Tensor:
-    """norm(x) silu(z), or norm(x silu(z)), over the last dimension in groups; no mixer."""
-    given, x = x.dtype, wide(x)
-    gate = 1.0 if z is None else F.silu(wide(z))
-    x = x if norm_before_gate else x * gate
-    grouped = x.unflatten(-1, (-1, group_size or x.shape[-1]))
-    normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
-    out = normed.flatten(-2) * wide(weight)
-    out = out if bias is None else out + wide(bias)
-    return (out * gate if norm_before_gate else out).to(given)
-
-
 def selective_scan_seam(
     u: Tensor,
     delta: Tensor,
@@ -189,5 +170,4 @@ MAMBA_SSM_SEAMS: Seams = {
     f"{_SSD}:mamba_split_conv1d_scan_combined": split_conv1d_scan_seam,
     f"{_SELECTIVE}:selective_scan_fn": selective_scan_seam,
     f"{_SELECTIVE}:mamba_inner_fn": mamba_inner_seam,
-    "mamba_ssm.ops.triton.layernorm_gated:rmsnorm_fn": gated_rms_norm,
 }
