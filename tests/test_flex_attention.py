@@ -12,7 +12,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from prefix_rewrite import PrefixForest, UnsupportedModelError, prefix_compile
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*deprecated"),
+]
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -62,6 +65,20 @@ def flex(mask_mod=causal, **options):
     return attend
 
 
+def made_inside(flex_attention):
+    """The mask's function is the forward's own."""
+
+    def attend(q, k, v):
+        def mine(b, h, q_idx, kv_idx):
+            return q_idx >= kv_idx
+
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        mask = create_block_mask(mine, None, None, q.shape[2], k.shape[2], device=q.device)
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return attend
+
+
 def sdpa(scale=None):
     """The same attention, which has gradients on CPU."""
 
@@ -81,6 +98,7 @@ ACCEPTED = {
     "causal": (lambda: flex(), None),
     "other names": (lambda: flex(causal_too), None),
     "a lambda": (lambda: flex(lambda b, h, q, k: q >= k), None),
+    "made inside, and compiled": (lambda: made_inside(torch.compile(flex_attention)), None),
     "with a scale": (lambda: flex(scale=0.7), 0.7),
     "kernel options": (lambda: flex(kernel_options={"BLOCK_M": 16}), None),
 }

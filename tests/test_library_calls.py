@@ -5,6 +5,9 @@ The packages are stand-ins with the released signatures (`stand_ins.py`); no ker
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 from forests import SHAPES, calls_of
@@ -24,7 +27,17 @@ from oracle import assert_equal_results, run_forest, run_rows
 from stand_ins import causal_conv1d_fn, stand_ins
 from torch import nn
 
-from prefix_rewrite import PrefixForest, prefix_compile
+from prefix_rewrite import (
+    PrefixForest,
+    PrefixRewriteError,
+    prefix_compile,
+    register_mixer,
+    seams,
+)
+from prefix_rewrite.mixers.conv import CONV
+
+GATES = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}
+GATES |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 
 MODELS = {
     "mamba2": [Mamba2],
@@ -43,21 +56,12 @@ MODELS = {
     "flash, causal by its window": [lambda: Attention(flash(causal=False, window_size=(3, 0)))],
     "packed flash": [lambda: Attention(flash_packed())],
     "gated delta rule": [lambda: DeltaRule(use_qk_l2norm_in_kernel=True)],
-    "gated delta rule with gates inside": [
-        lambda: DeltaRule(
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=True,
-        )
-    ],
+    "gated delta rule with gates inside": [lambda: DeltaRule(**GATES)],
     "gated delta rule with a scale": [
         lambda: DeltaRule(scale=0.9, residual=True, use_qk_l2norm_in_kernel=True)
     ],
     "kda": [lambda: DeltaRule("kda", use_qk_l2norm_in_kernel=True)],
-    "kda with a gate inside": [
-        lambda: DeltaRule("kda", use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True)
-    ],
+    "kda with a gate inside": [lambda: DeltaRule("kda", **GATES)],
     "delta rule": [lambda: DeltaRule("plain", use_qk_l2norm_in_kernel=True)],
     "hybrid": [lambda: Mamba2(fused=True), lambda: Attention(flash()), Mamba2],
 }
@@ -84,6 +88,22 @@ def test_a_forest_equals_its_calls_alone(name):
 
 def test_fused_norms_are_proven_to_be_none_of_the_mixers():
     assert_exact(language(lambda: Mamba2(fused=True), Mamba1, kind=Prenorm))
+
+
+def test_in_fp64_nothing_is_rounded_to_fp32():
+    model = language(*MODELS["hybrid"], lambda: DeltaRule("kda", **GATES)).double()
+    calls = calls_of(SHAPES["fork_in_conv"])
+    got = run_forest(prefix_compile(model), PrefixForest.from_calls(calls))
+    expected = run_rows(model, calls, forward=lambda m, ids: m(ids))
+    assert_equal_results(got, expected, logprobs=1e-11, gradients=1e-9)
+
+
+def test_under_a_compiler():
+    model = language(*MODELS["hybrid"])
+    calls = calls_of(SHAPES["nested"])
+    compiled = prefix_compile(model, backend="aot_eager")
+    got = run_forest(compiled, PrefixForest.from_calls(calls))
+    assert_equal_results(got, run_rows(model, calls, forward=lambda m, ids: m(ids)))
 
 
 IDS = torch.arange(3, 14)[None]
@@ -124,3 +144,22 @@ def test_a_package_function_is_not_taken_for_one_of_transformers():
             return causal_conv1d_fn(x.transpose(1, 2), self.weight, *args).transpose(1, 2)
 
     assert_exact(language(ByPosition))
+
+
+def test_a_function_of_an_unknown_release_is_no_seam():
+    """Its arguments are unknown, whatever a modeling file calls it; a file's own is one."""
+
+    def elsewhere():
+        pass
+
+    file = SimpleNamespace(causal_conv1d_fn=elsewhere)
+    assert list(seams._functions("causal_conv1d_fn", [file])) == [elsewhere]
+    elsewhere.__module__ = "causal_conv1d.of_another_release"
+    assert not list(seams._functions("causal_conv1d_fn", [file]))
+
+
+def test_a_librarys_name_is_taken():
+    name = "flash_attn.flash_attn_interface:flash_attn_func"
+    mine = dataclasses.replace(CONV, kind="mine", signatures={}, seams={name: print})
+    with pytest.raises(PrefixRewriteError, match=name):
+        register_mixer(mine)
