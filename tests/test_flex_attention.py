@@ -154,10 +154,21 @@ def test_it_is_refused(case):
         prefix_compile(model_of(make()))
 
 
-def test_a_users_own_call_still_makes_a_mask():
-    prefix_compile(model_of(flex()))
+def test_nobody_else_notices():
+    """Eager code makes a real mask, and a user's own compile runs the real function."""
+    model = model_of(flex())
+    ids = torch.arange(3, 14)[None]
+    targets: set[str] = set()
+
+    def keep(graph_module, inputs):
+        targets.update(str(node.target) for node in graph_module.graph.nodes)
+        return graph_module.forward
+
+    with torch.no_grad():
+        plain = model_of(sdpa())(ids)
+        prefix_compile(model)
+        torch.testing.assert_close(model(ids), plain)
+        torch.testing.assert_close(torch.compile(model, backend=keep)(ids), plain)
+    assert "flex_attention" in targets
+    assert not [target for target in targets if "prefix_rewrite" in target]
     assert isinstance(create_block_mask(causal, None, None, 11, 11, device="cpu"), BlockMask)
-    q = torch.randn(1, 2, 11, 16)
-    mask = create_block_mask(causal, None, None, 11, 11, device="cpu")
-    plain = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    torch.testing.assert_close(flex_attention(q, q, q, block_mask=mask), plain)

@@ -60,6 +60,11 @@ class ShortConv(nn.Module):
         return package.causal_conv1d(x, self.weight, **self.options)[0]
 
 
+class WithStates(Mamba2):
+    def forward(self, u):
+        return super().forward(u)[0]
+
+
 class FirstOf(nn.Module):
     """A mixer whose call returns more than its output."""
 
@@ -140,6 +145,10 @@ CASES = {
         "asks for initial_states",
     ),
     "fused: seq_idx": (lambda: Mamba2(fused=True, seq_idx=INDEX), "asks for seq_idx"),
+    "fused: final states": (
+        lambda: WithStates(fused=True, return_final_states=True),
+        "asks for return_final_states",
+    ),
     "fused: activation": (lambda: Mamba2(fused=True, activation="gelu"), "activation is 'gelu'"),
     "selective: last state": (
         lambda: FirstOf(selective, *SELECTIVE, return_last_state=True),
@@ -237,13 +246,19 @@ def test_it_is_refused(case):
     assert all(f.source and "prefix_rewrite/mixers" not in f.source for f in known)
 
 
-def test_a_norm_of_two_branches_is_refused():
-    class Parallel(Prenorm):
-        def forward(self, input_ids):
-            return super().forward(input_ids, rowscale=torch.ones(input_ids.shape))
+NORMS = {"rowscale": (torch.ones(1, 1), "asks for rowscale"), "dropout_p": (0.2, "dropout of 0.2")}
 
-    with pytest.raises(UnsupportedModelError, match="layer norm asks for rowscale"):
-        prefix_compile(language(Mamba2, kind=Parallel))
+
+@pytest.mark.parametrize("argument", NORMS)
+def test_a_norm_that_does_more_is_refused(argument):
+    value, reason = NORMS[argument]
+
+    class Asking(Prenorm):
+        def forward(self, input_ids):
+            return super().forward(input_ids, **{argument: value})
+
+    with pytest.raises(UnsupportedModelError, match=reason):
+        prefix_compile(language(Mamba2, kind=Asking))
 
 
 @pytest.mark.parametrize("name", [n for n in LIBRARY_SEAMS if not n.startswith("torch.")])
