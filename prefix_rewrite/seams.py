@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prefix_rewrite.mixers.libraries import LIBRARY_SEAMS
-from prefix_rewrite.targets import TARGETS
+from prefix_rewrite.targets import LIBRARY_SEAMS, TARGETS
 
 _THREAD = threading.local()
 _SHARED_FILES = {"transformers.masking_utils"}

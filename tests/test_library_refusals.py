@@ -25,7 +25,7 @@ from library_models import (
 from torch import nn
 
 from prefix_rewrite import UnsupportedModelError, prefix_compile
-from prefix_rewrite.mixers.libraries import LIBRARY_SEAMS
+from prefix_rewrite.targets import LIBRARY_SEAMS
 
 
 @pytest.fixture(scope="module", autouse=True)
