@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
-_OWN_FILES = re.compile(r"(?:^|/)prefix_rewrite/(?:entry|seams|capture|mixers/\w+)\.py$")
+_OWN_FILES = re.compile(r"(?:^|/)prefix_rewrite/(?:entry|seams|capture|mixers/[\w/]+)\.py$")
 
 
 def walk(graph_module: GraphModule) -> Iterator[tuple[GraphModule, Node]]:

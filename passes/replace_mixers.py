@@ -16,7 +16,9 @@ def replace_mixers(graph_module: GraphModule, context: PassContext) -> PassRepor
         node, graph = call.node, call.node.graph
         with graph.inserting_before(node):
             emit = context.form_of(call.target).emit
-            out = emit(graph, node, call.arguments, context.plan_of(node))
+            # Read again: an argument may be what an earlier call of this loop was replaced by.
+            arguments = call.target.signatures[node.target].read(node)
+            out = emit(graph, node, arguments, context.plan_of(node))
         out.meta = dict(node.meta)
         node.replace_all_uses_with(out)
         graph.erase_node(node)

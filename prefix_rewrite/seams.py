@@ -5,6 +5,10 @@ While Dynamo traces for us, each mixer function that a modeling file calls by na
 then holds one node a call, with the call's real arguments, and the token count stays symbolic.
 Nothing is patched: eager code, and anybody else's `torch.compile`, still see the original.
 
+A seam is found by the name that the modeling files have for the function, or, for a function of a
+kernel library, by its full name `package.module:function`, whatever a file calls it: a library's
+functions share names with those of transformers, but not their arguments.
+
 A seam never judges. What a call asks for beyond the plain mixer is written into the leaf's
 arguments, and the passes accept or refuse it.
 """
@@ -15,17 +19,18 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from prefix_rewrite.targets import TARGETS
+from prefix_rewrite.targets import LIBRARY_SEAMS, TARGETS
 
 _THREAD = threading.local()
 _SHARED_FILES = {"transformers.masking_utils"}
+_LIBRARIES = {name.partition(".")[0] for name in LIBRARY_SEAMS} - {"torch"}
 _SUBSTITUTED: dict[int, types.FunctionType] = {}  # holds the function: its id is never reused
 
 
@@ -46,8 +51,11 @@ def _is_ours() -> bool:
 
 
 def _seams() -> dict[str, Callable[..., Any]]:
-    """By the names under which modeling files call their mixers."""
-    return {name: seam for target in TARGETS for name, seam in target.seams.items()}
+    """By the names under which modeling files call their mixers, or by full names."""
+    seams = dict(LIBRARY_SEAMS)
+    for target in TARGETS:
+        seams.update(target.seams)
+    return seams
 
 
 def install_seams(model: nn.Module) -> None:
@@ -58,8 +66,7 @@ def install_seams(model: nn.Module) -> None:
     names = {type(module).__module__ for module in model.modules()} | _SHARED_FILES
     files = {sys.modules.get(name) for name in names}
     for name, seam in _seams().items():
-        for file in files:
-            function = _find(file, name)
+        for function in _functions(name, files):
             if isinstance(function, types.FunctionType) and id(function) not in _SUBSTITUTED:
                 _SUBSTITUTED[id(function)] = function
                 _substitute(function, seam)
@@ -75,6 +82,18 @@ def install_recorders(model: nn.Module) -> None:
             recording = sys.modules.get("transformers.utils.output_capturing")
             if recording is not None and recording._CAN_RECORD_REGISTRY.get(module):
                 recording.maybe_install_capturing_hooks(module)
+
+
+def _functions(name: str, files: Iterable[Any]) -> Iterator[Any]:
+    """Yield what a seam's name stands for; a library's functions go by their full names alone."""
+    module, colon, own = name.rpartition(":")
+    if colon:
+        yield _find(sys.modules.get(module), own)
+        return
+    for file in files:
+        function = _find(file, name)
+        if str(getattr(function, "__module__", None)).partition(".")[0] not in _LIBRARIES:
+            yield function
 
 
 def _find(file: Any, name: str) -> Any:

@@ -15,6 +15,7 @@ from prefix_rewrite.plan import Planner
 
 Reason = tuple[str, str]  # what was met, what to do about it
 Call = dict[str, Any]  # a call's arguments by our names: nodes and constants
+Seams = Mapping[str, Callable[..., Any]]  # what stands in for a function, by the function's name
 
 # What transformers' models pass down to every layer and that asks nothing of a mixer.
 _PASSED_DOWN = frozenset(
@@ -80,7 +81,7 @@ class Target:
         emit: writes the tree op's call into the graph, given the node replaced, its arguments and
             the plan's placeholders; returns what stands for the node's result.
         seams: functions to stand in, while a graph is captured, for those that modeling files
-            call by these names.
+            call by these names; `package.module:function` names a function wherever it is called.
         rank_form: its context-parallel form, None where it has none.
         planner_for: the planner of one call, where it depends on the call's constants; the same
             object for the same constants.
@@ -92,7 +93,7 @@ class Target:
     planner: Planner
     inspect: Callable[[Call, Any], list[Reason]]
     emit: Emit
-    seams: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    seams: Seams = field(default_factory=dict)
     rank_form: RankForm | None = None
     planner_for: Callable[[Call], Planner] | None = None
     is_total: bool = False
