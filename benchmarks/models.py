@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from data_sets import SETS, load_set
 from forests import FORESTS
+from measuring import keep_memory
 from model_zoo import MODELS, Work, build
 from rich.console import Console
 from rich.progress import Progress
@@ -53,6 +54,7 @@ class Row:
 
 def main() -> None:
     arguments = read_arguments()
+    keep_memory()
     torch.set_num_threads(arguments.threads)
     rows = []
     with Progress() as progress:
