@@ -77,15 +77,16 @@ def test_attention_in_chunks():
 class WithItsOwnMask(torch.nn.Module):
     """A model whose mask asks for more than causal attention."""
 
-    def __init__(self, **asked):
+    def __init__(self, *given, **asked):
         super().__init__()
         self.inner = make("llama")
+        self.given = given or (None,)
         self.asked = asked
 
     def forward(self, input_ids, position_ids):
         hidden = self.inner.model.embed_tokens(input_ids)
         rotated = self.inner.model.rotary_emb(hidden, position_ids=position_ids)
-        mask = create_causal_mask(self.inner.config, hidden, None, None, **self.asked)
+        mask = create_causal_mask(self.inner.config, hidden, None, *self.given, **self.asked)
         for layer in self.inner.model.layers:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=rotated)
         return self.inner.lm_head(hidden)
@@ -106,6 +107,11 @@ def test_a_mask_of_another_pattern(asked):
     assert_accepted(
         WithItsOwnMask(), lambda model, ids: model(ids, torch.arange(ids.shape[1])[None])
     )
+
+
+def test_a_mask_of_another_pattern_given_by_position():
+    model = WithItsOwnMask(None, None, lambda batch, head, q, k: k == 0)
+    findings_of(model, "a mask with arguments by position")
 
 
 def test_a_mask_wanted_as_a_tensor():

@@ -28,22 +28,14 @@ def causal_mask_seam(
     """Stand in for `create_causal_mask`."""
     if not allow_is_causal_skip:
         return "a mask given as a tensor"
-    return _unusual(config, attention_mask, asked)
+    # By position come caches and positions, three at most; then other patterns.
+    others = [x for i, x in enumerate(rest) if x is not None and (i > 2 or i == 2 and callable(x))]
+    return _unusual(config, attention_mask, {**asked, "arguments by position": others or None})
 
 
-def window_mask_seam(
-    config: Any,
-    inputs_embeds: Any = None,
-    attention_mask: Any = None,
-    *rest: Any,
-    allow_is_causal_skip: bool = True,
-    **asked: Any,
-) -> str | None:
+def window_mask_seam(config: Any, *arguments: Any, **asked: Any) -> str:
     """Stand in for `create_sliding_window_causal_mask`."""
-    if not allow_is_causal_skip:
-        return "a mask given as a tensor"
-    unusual = _unusual(config, attention_mask, asked)
-    return f"{_WINDOW}{config.sliding_window}" if unusual is None else unusual
+    return causal_mask_seam(config, *arguments, **asked) or f"{_WINDOW}{config.sliding_window}"
 
 
 def chunk_mask_seam(*arguments: Any, **asked: Any) -> str:
