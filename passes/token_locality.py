@@ -33,6 +33,7 @@ from prefix_rewrite.passes.bind_layout import checkpoint_op
 from prefix_rewrite.passes.context import PassContext, PassReport
 from prefix_rewrite.passes.graph_census import find_leaf
 from prefix_rewrite.passes.head import other_heads
+from prefix_rewrite.passes.locality_autograd import autograd_function_op, autograd_function_state
 from prefix_rewrite.passes.locality_call import Call, read_op
 from prefix_rewrite.passes.locality_layout import (
     SAME,
@@ -175,6 +176,8 @@ class Proof:
             return PerToken(1)
         if node.target is checkpoint_op:
             return self._checkpoint(graph_module, node)
+        if node.target is autograd_function_op:
+            return autograd_function_state(graph_module, node, self._states, self._tokens)
         if find_target(node) is not None:
             return self._mixer(node)
         return judge(Call(node, op, in_place, self._tokens, self._states))

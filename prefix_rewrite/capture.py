@@ -33,7 +33,12 @@ from prefix_rewrite.mixers.attention import (
 from prefix_rewrite.model_checks import attention_configs, attention_findings, model_findings
 from prefix_rewrite.passes.context import Census, PassContext
 from prefix_rewrite.passes.pipeline import rewrite
-from prefix_rewrite.seams import install_recorders, install_seams, tracing_for_us
+from prefix_rewrite.seams import (
+    install_recorders,
+    install_seams,
+    methods_through_seams,
+    tracing_for_us,
+)
 from prefix_rewrite.segments import IntArray
 
 Planners = tuple[Callable[[Any], Mapping[str, IntArray]], ...]
@@ -137,6 +142,7 @@ class CapturedModel:
             self._lock,
             _attention_through_seam(self._configs),
             parameters_gathered(self.model),
+            methods_through_seams(self.model),
             tracing_for_us(),
             _translated(self._findings),
         ):

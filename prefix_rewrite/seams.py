@@ -72,6 +72,25 @@ def install_seams(model: nn.Module) -> None:
                 _substitute(function, seam)
 
 
+@contextmanager
+def methods_through_seams(model: nn.Module) -> Iterator[None]:
+    """Give modules our seams in place of methods that they call on themselves."""
+    named = [pair for target in TARGETS for pair in target.method_seams.items()]
+    taken: list[tuple[nn.Module, str]] = []
+    try:
+        for module in model.modules():
+            for name, seam in named:
+                owner, *path, method = name.split(".")
+                if type(module).__name__ == owner:
+                    inner = module.get_submodule(".".join(path))
+                    inner.__dict__[method] = types.MethodType(seam, inner)
+                    taken.append((inner, method))
+        yield
+    finally:
+        for inner, method in taken:
+            inner.__dict__.pop(method, None)
+
+
 def install_recorders(model: nn.Module) -> None:
     """Let transformers record the routers' logits where a config asks for them.
 

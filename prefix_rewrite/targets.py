@@ -16,6 +16,7 @@ from prefix_rewrite.mixers.libraries.flex_attention import FLEX_ATTENTION_SEAMS
 from prefix_rewrite.mixers.libraries.mamba_norms import MAMBA_NORM_SEAMS
 from prefix_rewrite.mixers.libraries.mamba_ssm import MAMBA_SSM_SEAMS
 from prefix_rewrite.mixers.load_balancing import LOAD_BALANCING
+from prefix_rewrite.mixers.rglru import RGLRU
 from prefix_rewrite.mixers.selective_scan import SELECTIVE_SCAN
 from prefix_rewrite.mixers.ssd import SSD
 
@@ -27,6 +28,7 @@ TARGETS: list[Target] = [
     DELTA_RULE,
     CHANNEL_DELTA_RULE,
     LOAD_BALANCING,
+    RGLRU,
 ]
 
 # By full name. One call may become several mixers, so these are no target's own.

@@ -11,7 +11,7 @@ def test_one_to_four_ranks_equal_one_device_in_fp64(family):
     run_ranks("cp_worker.py", "parity", family, "float64", "1", "2", "3", "4", num_ranks=4)
 
 
-@pytest.mark.parametrize("family", ("mamba", "qwen3_next", "lfm2", "gpt_oss"))
+@pytest.mark.parametrize("family", ("mamba", "qwen3_next", "lfm2", "gpt_oss", "recurrent_gemma"))
 def test_other_mixers_on_ranks_equal_one_device_in_fp64(family):
     run_ranks("cp_worker.py", "parity", family, "float64", "3", num_ranks=3)
 

@@ -24,6 +24,7 @@ from prefix_rewrite.ops.tree_delta_rule import (
     plan_delta_rule,
     tree_delta_rule,
 )
+from prefix_rewrite.ops.tree_rglru import plan_rglru, tree_rglru
 from prefix_rewrite.ops.tree_selective_scan import plan_selective_scan, tree_selective_scan
 from prefix_rewrite.ops.tree_ssd import plan_ssd, tree_ssd
 from prefix_rewrite.segments import IntArray
@@ -43,6 +44,10 @@ def plan_delta_rule_share(share: Share) -> Mapping[str, IntArray]:
 
 def plan_channel_delta_rule_share(share: Share) -> Mapping[str, IntArray]:
     return plan_channel_delta_rule(share.segments)
+
+
+def plan_rglru_share(share: Share) -> Mapping[str, IntArray]:
+    return plan_rglru(share.segments)
 
 
 def cp_tree_ssd(
@@ -82,6 +87,16 @@ def cp_tree_delta_rule(
         return tree_delta_rule(q, k, v, g, beta, *plans, normalise)
 
     return _by_heads(scan, rank_plan, v.shape[2], [v, g, beta], [q, k], []).to(q.dtype)
+
+
+def cp_tree_rglru(x: Tensor, a: Tensor, *plan: Any) -> Tensor:
+    """`tree_rglru` of this rank's rows: channels are its heads."""
+    rank_plan = RankPlan(*plan)
+
+    def scan(x: Tensor, a: Tensor) -> Tensor:
+        return tree_rglru(x, a, *rank_plan[:2])
+
+    return _by_heads(scan, rank_plan, x.shape[2], [x, a], [], []).to(x.dtype)
 
 
 def cp_tree_selective_scan(

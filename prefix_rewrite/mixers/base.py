@@ -82,6 +82,8 @@ class Target:
             the plan's placeholders; returns what stands for the node's result.
         seams: functions to stand in, while a graph is captured, for those that modeling files
             call by these names; `package.module:function` names a function wherever it is called.
+        method_seams: the same for methods that a model calls on itself, which have no name in its
+            file, by `Class.method` or `Class.child.method`; called with the module first.
         rank_form: its context-parallel form, None where it has none.
         planner_for: the planner of one call, where it depends on the call's constants; the same
             object for the same constants.
@@ -94,6 +96,7 @@ class Target:
     inspect: Callable[[Call, Any], list[Reason]]
     emit: Emit
     seams: Seams = field(default_factory=dict)
+    method_seams: Seams = field(default_factory=dict)
     rank_form: RankForm | None = None
     planner_for: Callable[[Call], Planner] | None = None
     is_total: bool = False

@@ -88,6 +88,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {**ATTENTION, "intermediate_size": 48, "block_multiple_of": 8,
                       "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"],
                       "conv_L_cache": 3}),
+    "recurrent_gemma": ("recurrent_gemma", {
+        **ATTENTION, "head_dim": 8, "intermediate_size": 48, "num_hidden_layers": 3,
+        "lru_width": 32, "sliding_window": 6, "attention_window_size": 6,
+        "block_types": ["recurrent", "recurrent", "attention"]}),
     "jamba_moe": ("jamba", {
         **ATTENTION, "intermediate_size": 48, "num_hidden_layers": 3, "attn_layer_period": 3,
         "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
@@ -109,6 +113,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         **ATTENTION, "intermediate_size": 48, "moe_intermediate_size": 16,
         "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"], "conv_L_cache": 3,
         "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoehybrid_moe": ("granitemoehybrid", {
+        **ATTENTION, **MAMBA, "intermediate_size": 32, "shared_intermediate_size": 32,
+        "num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "num_local_experts": 4,
+        "num_experts_per_tok": 2}),
+    "nemotron_h_moe": ("nemotron_h", {
+        **ATTENTION, "head_dim": 8, "intermediate_size": 48, "mamba_num_heads": 8,
+        "layers_block_type": [LINEAR, "moe", FULL, "moe", LINEAR], "mamba_head_dim": 8,
+        "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1}),
     "gpt_oss": ("gpt_oss", {
         **ATTENTION, "head_dim": 8, "intermediate_size": 16, "num_hidden_layers": 2,
         "layer_types": [SLIDING, FULL], "sliding_window": 4, "num_local_experts": 4,
@@ -120,7 +134,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 MOE_FAMILIES = ("jamba_moe", "qwen3_next", "qwen3_5_moe", "kimi_linear", "bailing_hybrid",
-                "lfm2_moe", "minimax", "gpt_oss")  # fmt: skip
+                "lfm2_moe", "minimax", "gpt_oss", "granitemoehybrid_moe",
+                "nemotron_h_moe")  # fmt: skip
 # Norms after a mixer blow rounding up to the usual bounds, also that of the models' own rows.
 ROUGH_FAMILIES = ("jamba", "qwen3_5", "olmo_hybrid")
 FAMILIES = (

@@ -5,7 +5,55 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from probe import WIDTH, Pair
+from torch import Tensor
 
+
+class OwnRoot(torch.autograd.Function):
+    """A square root whose gradient is bounded."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.sqrt(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad / torch.sqrt(torch.clip(4 * x, min=1e-6))
+
+
+class LeaksForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.flip(1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class LeaksBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.flip(1)
+
+
+OWN_FUNCTIONS = {
+    "own_function_leaks_forward": Pair(
+        "runs flip inside",
+        lambda x, t: LeaksForward.apply(x),
+        lambda x, t: OwnRoot.apply(x * x + 1),
+    ),
+    "own_function_leaks_backward": Pair(
+        "runs flip inside",
+        lambda x, t: LeaksBackward.apply(x),
+        lambda x, t: OwnRoot.apply(x * x + t.m.linear(x).sigmoid()),
+    ),
+}
 REDUCTIONS = {
     "mean_over_tokens": Pair(
         "mean", lambda x, t: x - x.mean(1, True), lambda x, t: x - x.mean(-1, True)
@@ -139,4 +187,4 @@ MOVES = {
     ),
 }
 
-HOSTILE_OPS = REDUCTIONS | MOVES
+HOSTILE_OPS = OWN_FUNCTIONS | REDUCTIONS | MOVES
