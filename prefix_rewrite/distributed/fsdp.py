@@ -47,7 +47,6 @@ def fsdp_findings(model: nn.Module) -> Iterator[Finding]:
 def parameters_gathered(model: nn.Module) -> Iterator[None]:
     """Let the model's sharded parameters be whole tensors, and its FSDP hooks stand aside."""
     with ExitStack() as stack:
-        gathered: dict[int, Tensor] = {}
         for module in model.modules():
             if module.__dict__.pop(_MANAGED, False):  # else Dynamo makes its sizes symbolic
                 stack.callback(setattr, module, _MANAGED, True)
@@ -55,15 +54,14 @@ def parameters_gathered(model: nn.Module) -> Iterator[None]:
                 module.reshard()
                 stack.callback(_take_hooks(module))
                 for group in _groups(module):
-                    _gather_group(group, gathered, stack.callback)
+                    _gather_group(group, stack.callback)
         yield
 
 
-def _gather_group(group: Any, gathered: dict[int, Tensor], later: Callable[..., Any]) -> None:
+def _gather_group(group: Any, later: Callable[..., Any]) -> None:
     for param in group.fsdp_params:
         shard = param.sharded_param
-        factor = group.gradient_divide_factor or shard.device_mesh.size()
-        whole = gathered.setdefault(id(shard), _Gather.apply(shard, factor))
+        whole = _Gather.apply(shard, group.gradient_divide_factor or shard.device_mesh.size())
         torch._dynamo.mark_static(whole)  # sizes of a parameter never change
         info = param._module_info
         modules = (info.module, *info.shared_modules)
