@@ -82,7 +82,7 @@ def test_a_wrong_layout_fails(monkeypatch, tamper):
 
 @pytest.mark.parametrize("target", [attention.ATTENTION, conv.CONV, ssd.SSD], ids=lambda t: t.kind)
 def test_a_mixer_that_takes_the_forest_for_one_sequence_leaks(monkeypatch, target):
-    plan = target.planner
+    plan = target.planner_of({})
 
     def as_one_sequence(segments):
         return plan(SegmentTable.from_parents([-1], [segments.num_tokens]))
