@@ -42,7 +42,33 @@ class LeaksBackward(torch.autograd.Function):
         return grad.flip(1)
 
 
+@torch.library.custom_op("hostile::sqrt", mutates_args=())
+def not_torchs_sqrt(x: Tensor) -> Tensor:
+    """No square root: an op of another library, by the name of one of torch's."""
+    return x.flip(1)
+
+
+@not_torchs_sqrt.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class CallsAnotherLibrary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return torch.ops.hostile.sqrt(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 OWN_FUNCTIONS = {
+    "own_function_calls_another_library": Pair(
+        "hostile.sqrt",
+        lambda x, t: CallsAnotherLibrary.apply(x),
+        lambda x, t: OwnRoot.apply(x * x + 2),
+    ),
     "own_function_leaks_forward": Pair(
         "runs flip inside",
         lambda x, t: LeaksForward.apply(x),
