@@ -6,7 +6,7 @@ Shapes: C calls, N tokens of one call, S segments, T physical tokens, E sampled 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import networkx as nx
@@ -174,22 +174,13 @@ class PrefixForest:
         """Calls C; of a forest made of a graph, its nodes."""
         return len(self.call_length)
 
-    @cached_property
+    @property
     def token_calls(self) -> IntArray:
         """[T] calls that contain each physical token; of a graph, paths to its leaves.
 
         What a statistic over tokens must weigh each token by to be that of the calls as rows.
         """
-        table = self.segments
-        is_leaf = table.subtree_end == table.start + table.length
-        if self.of_graph:
-            last = table.subtree_end[is_leaf] - 1
-        else:
-            length = self.call_length[self.call_length > 0]
-            segment = self.call_segment[self.call_length > 0]
-            last = table.locate(segment.copy(), length - 1)
-        up_to = np.append(0, np.cumsum(np.bincount(last, minlength=self.num_tokens)))
-        return up_to[table.token_subtree_end] - up_to[: self.num_tokens]
+        return self.segments.token_calls
 
     @cached_property
     def graph(self) -> nx.DiGraph:
@@ -284,8 +275,10 @@ def assemble_forest(
     call_segment = place[call_node]
     call = np.repeat(np.arange(len(num_sampled)), num_sampled)
     token = table.locate(call_segment[call], sampled_depth)
+    call_ends = table.locate(call_segment.copy(), call_length - 1)
+    leaves = table.subtree_end[table.subtree_end == table.start + table.length]
     return PrefixForest(
-        segments=table,
+        segments=replace(table, call_ends=leaves - 1 if of_graph else call_ends),
         token_ids=token_ids,
         nodes=tuple(range(len(order)) if names is None else [names[i] for i in order]),
         edges=EdgeTable(
@@ -295,7 +288,7 @@ def assemble_forest(
             token=token,
             call_offsets=np.concatenate([[0], np.cumsum(num_sampled)]),
         ),
-        call_segment=table.segment_of(table.locate(call_segment, call_length - 1)),
+        call_segment=table.segment_of(call_ends),
         call_length=call_length,
         call_ids=np.arange(len(call_length)) if call_ids is None else call_ids,
         edge_ids=np.arange(len(token)) if edge_ids is None else edge_ids,

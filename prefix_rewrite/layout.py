@@ -7,7 +7,7 @@ of one rank.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -76,8 +76,6 @@ def build_layout(
     """
     check_ids(forest, num_embeddings, vocab_size)
     segments = with_filler(forest.segments)
-    filler = segments.num_tokens - forest.num_tokens
-    segments = replace(segments, token_calls=np.pad(forest.token_calls, (0, filler)))
     fields: dict[str, IntArray] = {}
     for planner in planners:
         fields.update(planner(segments))

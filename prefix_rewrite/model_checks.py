@@ -7,6 +7,7 @@ position embeddings whose values depend on how long the sequence is.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import sys
@@ -23,7 +24,7 @@ from prefix_rewrite.errors import Finding
 
 Version = tuple[int, int]
 _TORCH: tuple[Version, Version | None] = (2, 11), None
-_TRANSFORMERS: tuple[Version, Version | None] = (5, 17), (5, 24)  # those that are tested
+_TRANSFORMERS: tuple[Version, Version | None] = (5, 17), (5, 24)  # 5.24 is what the tests run on
 # Attention functions of transformers: plain softmax attention over what they are given.
 _KNOWN_ATTENTION = {"eager", "sdpa", "flex_attention"}
 _KNOWN_ATTENTION |= {f"flash_attention_{version}" for version in (2, 3, 4)}
@@ -104,6 +105,7 @@ def _eager_findings(model: nn.Module) -> Iterator[Finding]:
             )
 
 
+@functools.cache
 def _plain_eager_code(name: str) -> Any:
     """Return what the eager attention of one of transformers' models does; None without it.
 

@@ -75,16 +75,19 @@ def install_seams(model: nn.Module) -> None:
 @contextmanager
 def methods_through_seams(model: nn.Module) -> Iterator[None]:
     """Give modules our seams in place of methods that they call on themselves."""
-    named = [pair for target in TARGETS for pair in target.method_seams.items()]
+    by_class: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+    for target in TARGETS:
+        for name, seam in target.method_seams.items():
+            owner, _, path = name.partition(".")
+            by_class.setdefault(owner, []).append((path, seam))
     taken: list[tuple[nn.Module, str]] = []
     try:
         for module in model.modules():
-            for name, seam in named:
-                owner, *path, method = name.split(".")
-                if type(module).__name__ == owner:
-                    inner = module.get_submodule(".".join(path))
-                    inner.__dict__[method] = types.MethodType(seam, inner)
-                    taken.append((inner, method))
+            for name, seam in by_class.get(type(module).__name__, ()):
+                path, _, method = name.rpartition(".")
+                inner = module.get_submodule(path)
+                inner.__dict__[method] = types.MethodType(seam, inner)
+                taken.append((inner, method))
         yield
     finally:
         for inner, method in taken:

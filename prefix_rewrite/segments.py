@@ -6,7 +6,7 @@ Shapes: S segments, T physical tokens. All arrays are int64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -33,7 +33,7 @@ class SegmentTable:
         length: [S] tokens of the segment, at least 1.
         depth: [S] distance of the segment's first token from its root, in tokens.
         subtree_end: [S] one past the last physical token of the segment's subtree.
-        token_calls: [T] calls that contain each token, where the table is a forest's layout.
+        call_ends: [C] last token of each call, where the table is that of a forest.
     """
 
     parent: IntArray
@@ -41,7 +41,7 @@ class SegmentTable:
     length: IntArray
     depth: IntArray
     subtree_end: IntArray
-    token_calls: IntArray | None = None
+    call_ends: IntArray | None = None
 
     @classmethod
     def from_parents(cls, parent: Sequence[int], length: Sequence[int]) -> SegmentTable:
@@ -105,6 +105,14 @@ class SegmentTable:
         return parent
 
     @cached_property
+    def token_calls(self) -> IntArray:
+        """[T] calls that contain each token."""
+        assert self.call_ends is not None, "only a forest's table knows its calls"
+        ends = np.bincount(self.call_ends, minlength=self.num_tokens)
+        up_to = np.append(0, np.cumsum(ends))
+        return up_to[self.token_subtree_end] - up_to[: self.num_tokens]
+
+    @cached_property
     def run_head(self) -> IntArray:
         """[S] the highest ancestor from which the path down to the segment is contiguous.
 
@@ -142,4 +150,5 @@ def with_filler(segments: SegmentTable) -> SegmentTable:
     if not missing:
         return segments
     parent = [*segments.parent.tolist(), *[-1] * missing]
-    return SegmentTable.from_parents(parent, [*segments.length.tolist(), *[1] * missing])
+    filled = SegmentTable.from_parents(parent, [*segments.length.tolist(), *[1] * missing])
+    return replace(filled, call_ends=segments.call_ends)

@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_rewrite.errors import LayoutError
-from prefix_rewrite.ops.tree_attention import attention_planner, plan_attention, tree_attention
+from prefix_rewrite.mixers.attention import for_window
 from prefix_rewrite.ops.tree_attention import op as op_module
+from prefix_rewrite.ops.tree_attention import plan_attention, tree_attention
 from prefix_rewrite.ops.tree_attention.plan import blocks_field, schedule
 from prefix_rewrite.ops.tree_attention.window import cut_to_window
 from prefix_rewrite.segments import SegmentTable
@@ -70,8 +71,8 @@ def test_work_within_a_window_grows_with_the_window_not_with_the_path() -> None:
 
 
 def test_layers_with_one_window_share_a_plan() -> None:
-    assert attention_planner(7) is attention_planner(7)
-    assert attention_planner(7) is not attention_planner(8)
+    assert for_window(plan_attention, 7) is for_window(plan_attention, 7)
+    assert for_window(plan_attention, 7) is not for_window(plan_attention, 8)
 
 
 @pytest.mark.parametrize("tile", [None, 0, 64])

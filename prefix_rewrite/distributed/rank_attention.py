@@ -6,7 +6,6 @@ B blocks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prefix_rewrite.distributed.rank_plan import RankPlan
-from prefix_rewrite.distributed.share import Share, SharePlanner, visible_from
+from prefix_rewrite.distributed.share import Share, visible_from
 from prefix_rewrite.ops.tree_attention import plan_attention, tree_attention
 from prefix_rewrite.ops.tree_attention.blocks import FULL, blocks_array
 from prefix_rewrite.ops.tree_attention.plan import (
@@ -26,12 +25,6 @@ from prefix_rewrite.ops.tree_attention.plan import (
 )
 from prefix_rewrite.ops.tree_attention.window import best_span, cut_to_window
 from prefix_rewrite.segments import IntArray
-
-
-@functools.cache
-def attention_share_planner(window: int) -> SharePlanner:
-    """Return `plan_attention_share` for a window: one object a window."""
-    return functools.partial(plan_attention_share, window=window)
 
 
 def plan_attention_share(share: Share, window: int = 0) -> Mapping[str, IntArray]:

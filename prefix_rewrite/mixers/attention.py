@@ -5,6 +5,8 @@ Shapes: T tokens, H query heads, K key/value heads, D head dimension.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,7 +14,6 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from prefix_rewrite.distributed.rank_attention import (
-    attention_share_planner,
     cp_tree_attention,
     plan_attention_share,
 )
@@ -28,7 +29,7 @@ from prefix_rewrite.mixers.base import (
     leaf_signature,
     unknown_reasons,
 )
-from prefix_rewrite.ops.tree_attention import attention_planner, plan_attention, tree_attention
+from prefix_rewrite.ops.tree_attention import plan_attention, tree_attention
 from prefix_rewrite.passes.nodes import same_size, shape_of
 
 ATTENTION_NAME = "prefix_rewrite"  # of our seam in transformers' attention interface
@@ -177,6 +178,12 @@ def _as_called(graph: Graph, node: Node, out: Node) -> Node:
     return graph.call_method("transpose", (out, 1, 2))
 
 
+@functools.cache
+def for_window(planner: Callable[..., Any], window: int) -> Callable[..., Any]:
+    """Return a planner for a window: one object a window, so that layers share a plan."""
+    return functools.partial(planner, window=window)
+
+
 ATTENTION = Target(
     kind="attention",
     signatures={
@@ -201,7 +208,7 @@ ATTENTION = Target(
     rank_form=RankForm(
         plan_attention_share,
         _emit_rank,
-        planner_for=lambda call: attention_share_planner(_window(call)),
+        planner_for=lambda call: for_window(plan_attention_share, _window(call)),
     ),
-    planner_for=lambda call: attention_planner(_window(call)),
+    planner_for=lambda call: for_window(plan_attention, _window(call)),
 )

@@ -28,9 +28,15 @@ def causal_mask_seam(
     """Stand in for `create_causal_mask`."""
     if not allow_is_causal_skip:
         return "a mask given as a tensor"
+    if not getattr(config, "is_causal", True):
+        return "attention that is not causal"
+    if attention_mask is not None:
+        return "a mask of its own"
     # By position come caches and positions, three at most; then other patterns.
     others = [x for i, x in enumerate(rest) if x is not None and (i > 2 or i == 2 and callable(x))]
-    return _unusual(config, attention_mask, {**asked, "arguments by position": others or None})
+    asked["arguments by position"] = others or None
+    names = [name for name, value in asked.items() if name not in _PLAIN and value is not None]
+    return f"a mask with {', '.join(sorted(names))}" if names else None
 
 
 def window_mask_seam(config: Any, *arguments: Any, **asked: Any) -> str:
@@ -64,12 +70,3 @@ def read_mask(mask: Any) -> tuple[Any, int, str]:
     if mask.startswith(_WINDOW):
         return None, int(mask.removeprefix(_WINDOW)), ""
     return None, 0, mask
-
-
-def _unusual(config: Any, attention_mask: Any, asked: dict[str, Any]) -> str | None:
-    if not getattr(config, "is_causal", True):
-        return "attention that is not causal"
-    if attention_mask is not None:
-        return "a mask of its own"
-    names = [name for name, value in asked.items() if name not in _PLAIN and value is not None]
-    return f"a mask with {', '.join(sorted(names))}" if names else None

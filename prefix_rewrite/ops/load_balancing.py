@@ -18,7 +18,6 @@ TOKEN_CALLS = register_field("load_balancing_token_calls", "device")
 
 def plan_load_balancing(segments: SegmentTable) -> Mapping[str, IntArray]:
     """Plan how many calls contain each token."""
-    assert segments.token_calls is not None, "planned for a forest"
     return {TOKEN_CALLS: segments.token_calls}
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from prefix_rewrite.ops.tree_attention.op import attention_backend
-from prefix_rewrite.ops.tree_attention.plan import attention_planner, plan_attention
+from prefix_rewrite.ops.tree_attention.plan import plan_attention
 
-__all__ = ["attention_backend", "attention_planner", "plan_attention", "tree_attention"]
+__all__ = ["attention_backend", "plan_attention", "tree_attention"]
 
 
 def tree_attention(

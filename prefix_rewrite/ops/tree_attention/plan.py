@@ -5,8 +5,6 @@ Shapes: S segments, T tokens, B blocks.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,7 +17,7 @@ from prefix_rewrite.ops.tree_attention.blocks import (
     schedule_cost,
 )
 from prefix_rewrite.ops.tree_attention.window import best_span, cut_to_window
-from prefix_rewrite.plan import Planner, register_field
+from prefix_rewrite.plan import register_field
 from prefix_rewrite.segments import IntArray, SegmentTable
 
 SUBTREE_END = register_field("attention_subtree_end", "device")
@@ -34,12 +32,6 @@ def blocks_field(window: int) -> str:
 
 
 BLOCKS = blocks_field(0)
-
-
-@functools.cache
-def attention_planner(window: int) -> Planner:
-    """Return `plan_attention` for a window: one object a window, so that layers share a plan."""
-    return functools.partial(plan_attention, window=window)
 
 
 def plan_attention(segments: SegmentTable, window: int = 0) -> dict[str, IntArray]:
