@@ -85,8 +85,9 @@ def worst_gradient(got: Gradients, expected: Gradients) -> tuple[float, str]:
             assert mine is None or not mine.any(), f"{name} gets a gradient only in the forest"
             continue
         assert mine is not None or norms[name] == 0, f"{name} gets no gradient in the forest"
-        if mine is not None and norms[name]:
-            error = float((mine - reference).norm()) / max(norms[name], floor)
+        scale = max(norms[name], floor)
+        if mine is not None and scale:  # also where the reference is exactly zero
+            error = float((mine - reference).norm()) / scale
             worst = max(worst, (error, name))
     return worst
 
