@@ -46,6 +46,8 @@ SMALL: dict[str, list[Tree]] = {
 }
 EXACT = {"logprobs": 1e-10, "gradients": 1e-10}
 SINGLE = {"logprobs": 1e-5, "gradients": 1e-5}
+# Among two tokens the queries' gradient is zero: in fp32 rounding of 1e-7 of the largest is left.
+SINGLE_OF_FEW = SINGLE | {"noise": 1e-2}
 
 
 def forests() -> dict[str, PrefixForest]:
@@ -86,7 +88,9 @@ def parity(family: str, dtype: str, *sizes: str) -> None:
     would depend on the order of summation.
     """
     model = build_model(family, dtype=getattr(torch, dtype))
-    bounds, backend = (EXACT, fp64_throughout) if dtype == "float64" else (SINGLE, "eager")
+    bounds, backend = SINGLE_OF_FEW, "eager"
+    if dtype == "float64":
+        bounds, backend = EXACT, fp64_throughout
 
     def run_alone() -> dict[str, Result]:
         compiled = prefix_compile(model, backend=backend)
