@@ -39,6 +39,11 @@ def tiny(segments: int, tokens: int, seed: int = 0) -> SegmentTable:
     return heavy_first(parent, [tokens] * segments)
 
 
+def unshared(calls: int, tokens: int) -> SegmentTable:
+    """Calls that share nothing."""
+    return heavy_first([-1] * calls, [tokens] * calls)
+
+
 def heavy_first(parent: Sequence[int], length: Sequence[int]) -> SegmentTable:
     """Lay segments out in depth-first order, heaviest child first; any `parent[i] < i`."""
     order = heavy_first_order(parent, length, range(len(parent)))
@@ -49,7 +54,10 @@ def heavy_first(parent: Sequence[int], length: Sequence[int]) -> SegmentTable:
 FORESTS: dict[str, Callable[[], SegmentTable]] = {
     "star2048x8x256": lambda: star(2048, 8, 256),
     "star4096x16x128": lambda: star(4096, 16, 128),
+    "agent16": lambda: agent(16, 128, 2, 64),
     "agent32": lambda: agent(32, 128, 2, 64),
+    "binary5": lambda: binary(5, 128),
     "binary6": lambda: binary(6, 128),
     "tiny1000x4": lambda: tiny(1000, 4),
+    "unshared8x512": lambda: unshared(8, 512),
 }

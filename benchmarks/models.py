@@ -1,6 +1,6 @@
 """Train whole models on forests and on each call alone, in one run, and print the ratios.
 
-    python benchmarks/models.py                       # all models on all forests: about an hour
+    python benchmarks/models.py                       # all models on all forests: hours
     python benchmarks/models.py --models bamba --forests star2048x8x256 --rounds 3
 
 Every row compares forward + backward of the same weighted log-probabilities:
@@ -11,7 +11,8 @@ Every row compares forward + backward of the same weighted log-probabilities:
 
 The theoretical ratio counts FLOPs: linear layers and scans by physical tokens, attention by
 attended pairs, the head by distinct edge sources. Variants take turns within a round; the table
-shows medians over rounds and the range of the ratios.
+shows medians over rounds and the range of the ratios. With `--memory`, it shows peaks above the
+model too, each in a process of its own; the longest call stands for all calls alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 import torch
 from data_sets import SETS, load_set
 from forests import FORESTS
-from measuring import keep_memory
+from measuring import keep_memory, peak_bytes, ratios, spread
 from model_zoo import MODELS, Work, build
 from rich.console import Console
 from rich.progress import Progress
@@ -39,17 +40,17 @@ from prefix_rewrite import CapturedCall, PrefixForest, prefix_compile
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of each round, per variant, and the theoretical ratios of one model on one set."""
+    """One model on one set: theoretical ratios; seconds of each round and peak bytes a variant."""
 
     model: str
     calls: str
     tokens: float
     flops: float
     seconds: dict[str, list[float]]
+    peaks: dict[str, int]
 
     def ratio(self, slow: str, fast: str) -> list[float]:
-        pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
-        return [a / b for a, b in pairs]
+        return ratios(self.seconds[slow], self.seconds[fast])
 
 
 def main() -> None:
@@ -80,6 +81,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="eager")
     parser.add_argument("--max-tokens", type=int, default=8192, help="forest budget of data sets")
     parser.add_argument("--no-alone", action="store_true", help="leave the unmodified model out")
+    parser.add_argument("--memory", action="store_true", help="measure peaks too")
     parser.add_argument("--picture", type=Path, help="also draw the table to this file")
     return parser.parse_args()
 
@@ -109,6 +111,9 @@ def measure(
     if not arguments.no_alone:
         variants["alone"] = lambda: run_rows(model, calls)
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    peaks: dict[str, int] = {}
+    if arguments.memory:
+        peaks = {variant: peak_bytes(build_variant, variant, name, calls) for variant in variants}
     run_forests(compiled, [forest])
     for _ in range(arguments.rounds):
         for variant, run in variants.items():
@@ -122,7 +127,26 @@ def measure(
         tokens=sum(f.num_tokens for f in singles) / forest.num_tokens,
         flops=sum(work.flops(f) for f in singles) / work.flops(forest),
         seconds=seconds,
+        peaks=peaks,
     )
+
+
+def build_variant(variant: str, name: str, calls: Sequence[CapturedCall]) -> Callable[[], None]:
+    """Return a run of the forest, or of the longest call, for a process of its own."""
+    model, _ = build(name)
+    longest = max(calls, key=lambda call: len(call.token_ids))
+    if variant == "alone":
+        run_rows(model, [first_tokens(longest)])
+        return lambda: run_rows(model, [longest])
+    compiled = prefix_compile(model)
+    run_forests(compiled, [PrefixForest.from_calls([first_tokens(longest)])])
+    forest = PrefixForest.from_calls(calls if variant == "forest" else [longest])
+    return lambda: run_forests(compiled, [forest])
+
+
+def first_tokens(call: CapturedCall) -> CapturedCall:
+    """A short call, to have compiled and allocated gradients before memory is measured."""
+    return CapturedCall(call.token_ids[:8], call.token_ids[8:16])
 
 
 def run_forests(compiled: nn.Module, forests: Sequence[PrefixForest]) -> None:
@@ -145,6 +169,8 @@ def show(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
         table.add_column(column)
     for column in ("share of FLOP ratio", "alone / forest", "alone / our ops"):
         table.add_column(column)
+    if arguments.memory:
+        table.add_column("MB forest / our ops / alone")
     for row in rows:
         ours = row.ratio("our ops", "forest")
         alone = "alone" in row.seconds
@@ -158,6 +184,7 @@ def show(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
             f"{statistics.median(ours) / row.flops:.2f}",
             spread(row.ratio("alone", "forest")) if alone else "",
             spread(row.ratio("alone", "our ops")) if alone else "",
+            *([megabytes(row)] if row.peaks else []),
         )
     console = Console(width=160, record=arguments.picture is not None)
     console.print(table)
@@ -166,8 +193,9 @@ def show(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
         console.save_svg(str(arguments.picture))
 
 
-def spread(ratios: Sequence[float]) -> str:
-    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}..{max(ratios):.2f}]"
+def megabytes(row: Row) -> str:
+    variants = [v for v in ("forest", "our ops", "alone") if v in row.peaks]
+    return " / ".join(f"{row.peaks[v] / 2**20:,.0f}" for v in variants)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Shapes: T tokens, N query heads, K key heads, G = N / K, D head dim, V value dim, X either;
 C equal squares of a block, R queries of each, M keys of each. Scores are [C, K, G * R, M].
-Computes in the inputs' dtype; the op hands over fp32 or fp64.
+Computes and returns fp32, or fp64 if an input is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prefix_rewrite.ops.tree_attention.blocks import FULL, Block
-from prefix_rewrite.ops.tree_attention.scores import Scores
+from prefix_rewrite.ops.tree_attention.scores import Scores, compute_dtype
 
 MAX_SCORES = 2**22  # scores held at once: bounds memory whatever the forest
 
@@ -25,14 +25,17 @@ def forward(
     """Return the output [T, N, V] and the log-sum-exp [T, N] of every query's scores."""
     num_heads, num_tokens, _ = q_NTD.shape
     num_groups = num_heads // len(k_KTD)
-    out_TNV = q_NTD.new_zeros(num_tokens, num_heads, v_KTV.shape[-1])
-    lse_TN = q_NTD.new_full((num_tokens, num_heads), -torch.inf)
+    dtype = compute_dtype(q_NTD, k_KTD, v_KTV)
+    out_TNV = q_NTD.new_zeros(num_tokens, num_heads, v_KTV.shape[-1], dtype=dtype)
+    lse_TN = q_NTD.new_full((num_tokens, num_heads), -torch.inf, dtype=dtype)
     for chunk in _chunks(blocks, num_heads):
         out_view = chunk.queries(out_TNV.transpose(0, 1), num_groups)
         lse_view = chunk.queries(lse_TN.t().unsqueeze(-1), num_groups)
-        scores = chunk.hide(chunk.scores(q_NTD, k_KTD, rule), num_groups, rule)
+        q = chunk.queries(q_NTD, num_groups).flatten(2, 3).to(dtype)
+        k, v = (chunk.keys(x).to(dtype) for x in (k_KTD, v_KTV))
+        scores = chunk.hide(_scores(q, k, rule), num_groups, rule)
         lse = scores.logsumexp(-1, keepdim=True)
-        out = (scores.sub_(lse).exp_() @ chunk.keys(v_KTV)).view(out_view.shape)
+        out = (scores.sub_(lse).exp_() @ v).view(out_view.shape)
         lse = lse.view(lse_view.shape)
         out_view.lerp_(out, torch.sigmoid(lse - lse_view))
         lse_view.copy_(torch.logaddexp(lse_view, lse))
@@ -54,16 +57,16 @@ def backward(
     FlashAttention's backward (Dao et al. 2022, algorithm 4): scores are recomputed, and every
     block takes the log-sum-exp of the whole attention.
     """
-    num_groups = len(q_NTD) // len(k_KTD)
-    grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q_NTD, k_KTD, v_KTV))
-    delta_TN1 = (grad_TNV * out_TNV).sum(-1, keepdim=True)
+    num_groups, dtype = len(q_NTD) // len(k_KTD), lse_TN.dtype
+    grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=dtype) for x in (q_NTD, k_KTD, v_KTV))
+    delta_TN1 = (grad_TNV.to(dtype) * out_TNV).sum(-1, keepdim=True)
     per_query = [x.transpose(0, 1) for x in (grad_TNV, delta_TN1, lse_TN.unsqueeze(-1))]
     for chunk in _chunks(blocks, len(q_NTD)):
         q, grad, delta, lse = (
-            chunk.queries(x, num_groups).flatten(2, 3) for x in (q_NTD, *per_query)
+            chunk.queries(x, num_groups).flatten(2, 3).to(dtype) for x in (q_NTD, *per_query)
         )
-        k, v = chunk.keys(k_KTD), chunk.keys(v_KTV)
-        scores = chunk.scores(q_NTD, k_KTD, rule)
+        k, v = (chunk.keys(x).to(dtype) for x in (k_KTD, v_KTV))
+        scores = _scores(q, k, rule)
         slope = rule.slope(scores)
         probs = chunk.hide(scores, num_groups, rule).sub_(lse).exp_()
         chunk.keys(grad_v).add_(probs.mT @ grad)
@@ -94,11 +97,6 @@ class _Chunk(NamedTuple):
         rows = x_KTX[:, self.block.k0 : self.block.k1].unflatten(1, (self.block.num_squares, -1))
         return rows[:, :, : self.num_keys].transpose(0, 1)
 
-    def scores(self, q_NTD: Tensor, k_KTD: Tensor, rule: Scores) -> Tensor:
-        """Return the scores [C, K, G * R, M] of all pairs."""
-        q = self.queries(q_NTD, len(q_NTD) // len(k_KTD)).flatten(2, 3)
-        return rule.cap_((q @ self.keys(k_KTD).mT).mul_(rule.scale))
-
     def hide(self, scores: Tensor, num_groups: int, rule: Scores) -> Tensor:
         """Set the scores of keys that their query does not see to -inf."""
         if self.block.kind != FULL or self.block.windowed:
@@ -117,6 +115,11 @@ class _Chunk(NamedTuple):
         if block.kind != FULL:
             hidden = (key > query) | rule.ended(query, key)
         return hidden | rule.too_far(query, key) if block.windowed else hidden
+
+
+def _scores(q: Tensor, k: Tensor, rule: Scores) -> Tensor:
+    """Return the scores [C, K, G * R, M] of all pairs, whoever sees whom."""
+    return rule.cap_((q @ k.mT).mul_(rule.scale))
 
 
 def _chunks(blocks: list[Block], num_heads: int) -> Iterator[_Chunk]:

@@ -2,18 +2,18 @@
 
 Shapes: T tokens, N query heads, K key heads, D head dim, V value dim, P = max(D, V).
 The kernel checks little. What it needs, or dies, or is silently wrong: equal head dims and unit
-stride in the last one (`_padded`), N % K == 0 (the op checks), no empty block and no query without
-a key in a block (the plan).
+stride in the last one (`padded`), N % K == 0 (the op checks), no empty block and no query without
+a key in a block (the plan). Computes and returns fp32, or fp64 if an input is.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from prefix_rewrite.ops.tree_attention.block_views import padded, rows, tokens
 from prefix_rewrite.ops.tree_attention.blocks import ANCESTOR, Block
-from prefix_rewrite.ops.tree_attention.scores import Scores
+from prefix_rewrite.ops.tree_attention.scores import Scores, compute_dtype
 
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -23,21 +23,22 @@ def forward(
     q_NTD: Tensor, k_KTD: Tensor, v_KTV: Tensor, blocks: list[Block], rule: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return the output [T, N, V] and the log-sum-exp [T, N] of every query's scores."""
-    q_NTP, k_KTP, v_KTP = _padded(q_NTD, k_KTD, v_KTV)
+    dtype = compute_dtype(q_NTD, k_KTD, v_KTV)
+    q_NTP, k_KTP, v_KTP = padded(*(x.to(dtype) for x in (q_NTD, k_KTD, v_KTV)))
     num_heads, num_tokens, padded_dim = q_NTP.shape
     out_TNP = q_NTP.new_empty(num_tokens, num_heads, padded_dim)
     lse_TN = q_NTP.new_empty(num_tokens, num_heads)
     for block in blocks:
         out, lse = flash_forward(
-            _rows(q_NTP, block.q0, block.q1, block.num_squares),
-            _rows(k_KTP, block.k0, block.k1, block.num_squares),
-            _rows(v_KTP, block.k0, block.k1, block.num_squares),
+            rows(q_NTP, block.q0, block.q1, block.num_squares),
+            rows(k_KTP, block.k0, block.k1, block.num_squares),
+            rows(v_KTP, block.k0, block.k1, block.num_squares),
             0.0,
             block.on_diagonal,
-            attn_mask=_mask(block, rule, q_NTD.dtype),
+            attn_mask=_mask(block, rule, q_NTP.dtype),
             scale=rule.scale,
         )
-        out, lse = _tokens(out), _tokens(lse)
+        out, lse = tokens(out), tokens(lse)
         out_so_far, lse_so_far = out_TNP[block.q0 : block.q1], lse_TN[block.q0 : block.q1]
         if not block.on_diagonal:
             out_so_far.lerp_(out, torch.sigmoid(lse - lse_so_far).unsqueeze(-1))
@@ -65,8 +66,9 @@ def backward(
     A block's flash backward, given the *whole* attention's output and log-sum-exp, returns
     exactly the block's share of each gradient (Liu et al. 2023, Ring Attention).
     """
-    q_NTP, k_KTP, v_KTP, grad_NTP, out_NTP = _padded(
-        q_NTD, k_KTD, v_KTV, grad_TNV.transpose(0, 1), out_TNV.transpose(0, 1)
+    per_query = (grad_TNV.transpose(0, 1), out_TNV.transpose(0, 1))
+    q_NTP, k_KTP, v_KTP, grad_NTP, out_NTP = padded(
+        *(x.to(lse_TN.dtype) for x in (q_NTD, k_KTD, v_KTV, *per_query))
     )
     grads = [x.new_empty(x.shape[1], x.shape[0], x.shape[2]) for x in (q_NTP, k_KTP, v_KTP)]
     for grad in grads[1:]:
@@ -76,19 +78,19 @@ def backward(
         q_side = (block.q0, block.q1, block.num_squares)
         k_side = (block.k0, block.k1, block.num_squares)
         shares = flash_backward(
-            _rows(grad_NTP, *q_side),
-            _rows(q_NTP, *q_side),
-            _rows(k_KTP, *k_side),
-            _rows(v_KTP, *k_side),
-            _rows(out_NTP, *q_side),
-            _rows(lse_NT1, *q_side).squeeze(-1),
+            rows(grad_NTP, *q_side),
+            rows(q_NTP, *q_side),
+            rows(k_KTP, *k_side),
+            rows(v_KTP, *k_side),
+            rows(out_NTP, *q_side),
+            rows(lse_NT1, *q_side).squeeze(-1),
             0.0,
             block.on_diagonal,
-            attn_mask=_mask(block, rule, q_NTD.dtype),
+            attn_mask=_mask(block, rule, q_NTP.dtype),
             scale=rule.scale,
         )
         for i, (first, end, _) in enumerate((q_side, k_side, k_side)):
-            share, here = _tokens(shares[i]), grads[i][first:end]
+            share, here = tokens(shares[i]), grads[i][first:end]
             if not block.on_diagonal:
                 here.add_(share)
             elif len(share) == len(grads[i]):
@@ -98,28 +100,6 @@ def backward(
     grad_q, grad_k, grad_v = grads
     dim, value_dim = q_NTD.shape[-1], v_KTV.shape[-1]
     return grad_q[..., :dim], grad_k[..., :dim], grad_v[..., :value_dim]
-
-
-def _padded(*tensors: Tensor) -> list[Tensor]:
-    """Give all tensors the last dim of the widest, by zeros, and unit stride in it.
-
-    Zeros add nothing to a score, and make columns of the output that are zero.
-    """
-    widest = max(x.shape[-1] for x in tensors)
-    pads = [widest - x.shape[-1] for x in tensors]
-    padded = [F.pad(x, (0, n)) if n else x for x, n in zip(tensors, pads, strict=True)]
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
-
-
-def _rows(x_NTD: Tensor, first: int, end: int, count: int) -> Tensor:
-    """View tokens [first, end) as `count` batch rows: [count, N, (end - first) / count, D]."""
-    rows = x_NTD[:, first:end]
-    return rows.unsqueeze(0) if count == 1 else rows.unflatten(1, (count, -1)).transpose(0, 1)
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """Undo `_rows` and put the tokens first: [C, N, L, ...] to [C * L, N, ...]."""
-    return x.transpose(1, 2).flatten(0, 1)
 
 
 def _mask(block: Block, rule: Scores, dtype: torch.dtype) -> Tensor | None:

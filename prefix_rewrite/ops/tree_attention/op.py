@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from prefix_rewrite.errors import LayoutError
-from prefix_rewrite.ops.tree_attention import blockwise, cpu_flash
+from prefix_rewrite.ops.tree_attention import blockwise, cpu_flash, cuda_flash
 from prefix_rewrite.ops.tree_attention.blocks import Block
 from prefix_rewrite.ops.tree_attention.plan import DEPTH, SUBTREE_END, blocks_field
-from prefix_rewrite.ops.tree_attention.scores import Scores
+from prefix_rewrite.ops.tree_attention.scores import Scores, compute_dtype
 from prefix_rewrite.plan import PlanView
 
-_EXECUTORS: dict[str, ModuleType] = {"cpu_flash": cpu_flash, "blockwise": blockwise}
+_EXECUTORS: dict[str, ModuleType] = {
+    "cpu_flash": cpu_flash,
+    "cuda_flash": cuda_flash,
+    "blockwise": blockwise,
+}
 
 
 def attention_backend(
@@ -38,10 +42,16 @@ def attention_backend(
         softcap: what the scores are capped at, 0 for none; the flash kernels can't.
 
     Returns:
-        'cpu_flash' or 'blockwise'.
+        'cpu_flash', 'cuda_flash' (in half precision, once it has agreed with plain tensor ops on
+        that device) or 'blockwise', plain tensor ops.
     """
-    on_cpu = torch.device(device).type == "cpu"
-    return "cpu_flash" if on_cpu and dtype.is_floating_point and not softcap else "blockwise"
+    device = torch.device(device)
+    if softcap:
+        return "blockwise"
+    if device.type == "cpu":
+        return "cpu_flash"
+    is_taken = device.type == "cuda" and cuda_flash.takes(device, dtype, max(head_dim, value_dim))
+    return "cuda_flash" if is_taken else "blockwise"
 
 
 @torch.library.custom_op("prefix_rewrite::tree_attention", mutates_args=())
@@ -58,15 +68,13 @@ def tree_attention_op(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [1, T, N, V] in v's dtype and the fp32 or fp64 log-sum-exp [T, N]."""
     _check(q, k, v, sinks, scale, window, softcap)
-    dtype = _compute_dtype(q, k, v)
     plan = PlanView(host_plan, device_plan)
     blocks = _read_blocks(plan, window, q.shape[2], k.shape[2])
-    inputs = (x[0].to(dtype) for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
         rule = Scores(plan[SUBTREE_END], plan[DEPTH], scale, window, softcap)
-        out_TNV, lse_TN = _executor(q, v, dtype, softcap).forward(*inputs, blocks, rule)
+        out_TNV, lse_TN = _executor(q, k, v, softcap).forward(q[0], k[0], v[0], blocks, rule)
         if sinks is not None:
-            sinks_N = sinks.to(dtype)
+            sinks_N = sinks.to(lse_TN.dtype)
             out_TNV = out_TNV * torch.sigmoid(lse_TN - sinks_N).unsqueeze(-1)
             lse_TN = torch.logaddexp(lse_TN, sinks_N)
     return out_TNV[None].to(v.dtype), lse_TN
@@ -86,7 +94,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     _, num_heads, num_tokens, _ = q.shape
     out = v.new_empty(1, num_tokens, num_heads, v.shape[-1])
-    return out, q.new_empty(num_tokens, num_heads, dtype=_compute_dtype(q, k, v))
+    return out, q.new_empty(num_tokens, num_heads, dtype=compute_dtype(q, k, v))
 
 
 @torch.library.custom_op("prefix_rewrite::tree_attention_backward", mutates_args=())
@@ -109,10 +117,10 @@ def tree_attention_backward_op(
     """
     plan = PlanView(host_plan, device_plan)
     blocks = _read_blocks(plan, window, q.shape[2], k.shape[2])
-    inputs = (x[0].to(lse.dtype) for x in (grad_out, q, k, v, out))
+    inputs = (x[0] for x in (grad_out, q, k, v, out))
     with torch.autocast(q.device.type, enabled=False):
         rule = Scores(plan[SUBTREE_END], plan[DEPTH], scale, window, softcap)
-        executor = _executor(q, v, lse.dtype, softcap)
+        executor = _executor(q, k, v, softcap)
         grads = executor.backward(*inputs, lse, blocks, rule)
     grad_q, grad_k, grad_v = (
         grad.to(x.dtype).contiguous().transpose(0, 1)[None]
@@ -169,13 +177,9 @@ def _sinks_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -
     return -(share_TN * delta_TN).sum(0).to(sinks.dtype)
 
 
-def _executor(q: Tensor, v: Tensor, dtype: torch.dtype, softcap: float) -> ModuleType:
+def _executor(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> ModuleType:
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     return _EXECUTORS[attention_backend(q.device, dtype, q.shape[-1], v.shape[-1], softcap)]
-
-
-def _compute_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
-    """Return fp64 if any input is, else fp32."""
-    return torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
 
 
 def _read_blocks(plan: PlanView, window: int, num_queries: int, num_keys: int) -> list[Block]:

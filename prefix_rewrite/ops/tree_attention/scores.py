@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return what scores of such inputs are computed in: fp64 if any input is, else fp32."""
+    is_wide = any(x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if is_wide else torch.float32
 
 
 class Scores(NamedTuple):
