@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint setup bench clean
 
 setup: $(VENV)/.installed
 
@@ -27,6 +27,13 @@ RUN_TESTS = OMP_NUM_THREADS=1 xargs -P 2 -n 1 $(BIN)/python -m pytest -q
 test: lint
 	ls tests/test_*.py | $(RUN_TESTS)
 	$(BIN)/python -m pytest --doctest-modules prefix_rewrite -q
+
+# Hours, all in all; each command takes options to measure less. Keep the machine quiet.
+bench: setup
+	$(BIN)/python benchmarks/ops_attention.py
+	$(BIN)/python benchmarks/ops_scan.py
+	$(BIN)/python benchmarks/ops_edges.py
+	$(BIN)/python benchmarks/models.py --memory
 
 clean:
 	rm -rf $(VENV)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from forests import FORESTS
-from measuring import peak_bytes, ratios, spread, time_in_turn
+from measuring import keep_memory, peak_bytes, ratios, spread, time_in_turn
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -149,6 +149,7 @@ def build(way: str, name: str, shape: Shape, threads: int) -> Run:
 
 
 def main() -> None:
+    keep_memory()
     arguments = read_arguments()
     shape = Shape(arguments.heads, arguments.key_heads, arguments.dim)
     title = f"attention, forward + backward, {shape}, {arguments.threads} threads"

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measuring import peak_bytes, ratios, spread, time_in_turn
+from measuring import keep_memory, peak_bytes, ratios, spread, time_in_turn
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -65,6 +65,7 @@ def build(
 
 
 def main() -> None:
+    keep_memory()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--edges", type=int, nargs="+", default=[2000, 8192])
     parser.add_argument("--tokens", type=int, default=8192)

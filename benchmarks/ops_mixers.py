@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 from forests import FORESTS
-from measuring import ratios, spread, time_in_turn
+from measuring import keep_memory, ratios, spread, time_in_turn
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -113,6 +113,7 @@ def build(op: str, segments: SegmentTable) -> tuple[dict[str, Callable[[], None]
 
 
 def main() -> None:
+    keep_memory()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--forests", nargs="+", default=["star2048x8x256", "agent32", "tiny1000x4"]

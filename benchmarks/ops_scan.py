@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from forests import FORESTS
-from measuring import peak_bytes, ratios, spread, time_in_turn
+from measuring import keep_memory, peak_bytes, ratios, spread, time_in_turn
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -196,6 +196,7 @@ COLUMNS = (
 
 
 def main() -> None:
+    keep_memory()
     arguments = read_arguments()
     shape = Shape(arguments.heads, arguments.width, arguments.groups, arguments.state)
     title = f"scan and conv, forward + backward, fp32, {shape}, {arguments.threads} threads"

@@ -66,6 +66,7 @@ class PassContext:
         mtp: what to do with a head that looks further ahead.
         findings: reasons against the rewrite that the modules themselves gave.
         group: name of the context-parallel group, None without one.
+        gathers: the graph's inputs stand in for sharded parameters, which it gathers itself.
         plans: plan placeholders of each graph that holds a mixer: see `Layout.plan`.
     """
 
@@ -73,6 +74,7 @@ class PassContext:
     mtp: str
     findings: list[Finding] = field(default_factory=list)
     group: str | None = None
+    gathers: bool = False
     census: Census | None = None
     plans: dict[GraphModule, tuple[Node, ...]] = field(default_factory=dict)
     reports: list[PassReport] = field(default_factory=list)

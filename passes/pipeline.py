@@ -8,6 +8,7 @@ from torch.fx import GraphModule, Node
 
 from prefix_rewrite.passes.bind_layout import bind_layout
 from prefix_rewrite.passes.context import PassContext, PassReport
+from prefix_rewrite.passes.gather_late import gather_late
 from prefix_rewrite.passes.graph_census import graph_census
 from prefix_rewrite.passes.head_moves import MODES
 from prefix_rewrite.passes.honour_checkpoints import honour_checkpoints
@@ -29,6 +30,7 @@ PASSES: tuple[Pass, ...] = (
     replace_mixers,
     project_edges,
     honour_checkpoints,
+    gather_late,
     verify_rewrite,
 )
 

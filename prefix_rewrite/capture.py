@@ -20,7 +20,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
-from prefix_rewrite.distributed.fsdp import parameters_gathered
+from prefix_rewrite.distributed.fsdp import gathering_again, is_sharded, parameters_whole
 from prefix_rewrite.entry import GraphOutput, make_entry
 from prefix_rewrite.errors import Finding, PrefixRewriteError, UnsupportedModelError
 from prefix_rewrite.layout import Layout
@@ -141,7 +141,7 @@ class CapturedModel:
         with (
             self._lock,
             _attention_through_seam(self._configs),
-            parameters_gathered(self.model),
+            parameters_whole(self.model, late=self._gathers),
             methods_through_seams(self.model),
             tracing_for_us(),
             _translated(self._findings),
@@ -163,6 +163,11 @@ class CapturedModel:
             except _NotPlanned:
                 return None
 
+    @property
+    def _gathers(self) -> bool:
+        """Compilers plan memory themselves; the eager graph gathers sharded parameters late."""
+        return self.backend == "eager" and is_sharded(self.model)
+
     def _count_guards(self, entries: Sequence[Any]) -> list[bool]:
         """Every guard is kept; Dynamo only offers them for choice."""
         self.guards = Counter(entry.guard_type for entry in entries)
@@ -175,7 +180,9 @@ class CapturedModel:
             raise UnsupportedModelError(findings)
 
     def _compile_graph(self, graph_module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        context = PassContext(str(self.backend), self.mtp, self._findings, self.group)
+        context = PassContext(
+            str(self.backend), self.mtp, self._findings, group=self.group, gathers=self._gathers
+        )
         self.context = context
         rewritten = rewrite(graph_module, context)
         census = self.census = context.checked_census
@@ -194,6 +201,8 @@ class CapturedModel:
         return run_if_planned
 
     def _lower(self, graph_module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if self._gathers:
+            return gathering_again(graph_module.forward)
         if self.backend == "eager":
             return graph_module.forward
         return torch._dynamo.lookup_backend(self.backend)(graph_module, inputs)

@@ -35,6 +35,11 @@ def test_a_killed_rank_ends_the_others():
     assert "went on alone" not in output
 
 
+@pytest.mark.parametrize("family", ("gpt_oss", "jamba_moe"))
+def test_experts_loss_on_ranks_is_that_of_one_device(family):
+    run_ranks("cp_worker.py", "load_balancing", family, num_ranks=3)
+
+
 def test_ddp_over_data_and_context_ranks():
     run_ranks("cp_worker.py", "ddp", "bamba", num_ranks=4)
 
@@ -46,6 +51,14 @@ def test_fsdp2_over_data_and_context_ranks(family):
 
 def test_fsdp2_alone():
     run_ranks("cp_worker.py", "fsdp_alone", num_ranks=2)
+
+
+def test_fsdp2_gathers_a_parameter_only_while_a_module_uses_it():
+    run_ranks("cp_worker.py", "fsdp_memory", num_ranks=2)
+
+
+def test_fsdp2_parameters_changed_before_the_backward_are_refused():
+    run_ranks("cp_worker.py", "fsdp_changed_parameters", num_ranks=2)
 
 
 def test_fsdp2_policies_that_change_numbers_are_refused():

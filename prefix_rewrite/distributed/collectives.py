@@ -247,6 +247,22 @@ to_columns.register_autograd(_to_columns_backward, setup_context=_to_columns_con
 to_rows.register_autograd(_to_rows_backward, setup_context=_to_rows_context)
 
 
+@torch.library.custom_op("prefix_rewrite::sum_over_ranks", mutates_args=())
+def sum_over_ranks(part: Tensor, group: str) -> Tensor:
+    """Add up the ranks' parts of what every rank uses alike: the gradient is each part's own."""
+    whole = part.clone()
+    dist.all_reduce(whole, group=process_group(group))
+    return whole
+
+
+@sum_over_ranks.register_fake
+def _(part: Tensor, group: str) -> Tensor:
+    return torch.empty_like(part)
+
+
+sum_over_ranks.register_autograd(lambda ctx, grad: (grad, None))
+
+
 class GatherRows(torch.autograd.Function):
     """Concatenate all ranks' rows on every rank.
 

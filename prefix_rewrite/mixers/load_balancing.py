@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from prefix_rewrite.distributed.rank_load_balancing import (
+    cp_load_balancing_loss,
+    plan_load_balancing_share,
+)
 from prefix_rewrite.mixers.base import (
     Call,
+    RankForm,
     Reason,
     Target,
     asked_for,
@@ -60,6 +65,11 @@ def _emit(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
     return graph.call_function(load_balancing_loss, arguments)
 
 
+def _emit_rank(graph: Graph, node: Node, call: Call, plan: tuple[Any, ...]) -> Node:
+    arguments = (call["gate_logits"], call["top_k"], *plan)
+    return graph.call_function(cp_load_balancing_loss, arguments)
+
+
 LOAD_BALANCING = Target(
     kind="load-balancing loss",
     signatures={leaf_load_balancing: leaf_signature(leaf_load_balancing)},
@@ -67,5 +77,6 @@ LOAD_BALANCING = Target(
     inspect=_inspect,
     emit=_emit,
     seams={"load_balancing_loss_func": _load_balancing_seam},
+    rank_form=RankForm(plan_load_balancing_share, _emit_rank),
     is_total=True,
 )

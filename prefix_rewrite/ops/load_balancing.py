@@ -5,7 +5,7 @@ Shapes: R routed layers, T tokens, X experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -22,7 +22,11 @@ def plan_load_balancing(segments: SegmentTable) -> Mapping[str, IntArray]:
 
 
 def load_balancing_loss(
-    gate_logits: Tensor, host_plan: Tensor, device_plan: Tensor, top_k: int
+    gate_logits: Tensor,
+    host_plan: Tensor,
+    device_plan: Tensor,
+    top_k: int,
+    total: Callable[[Tensor], Tensor] = lambda part: part,
 ) -> Tensor:
     """X * sum_x f_x P_x over all calls' tokens (Fedus et al. 2021, Switch Transformer, eq. 4-6).
 
@@ -34,6 +38,7 @@ def load_balancing_loss(
         gate_logits: [R, T, X] logits of the routers.
         host_plan, device_plan: a packed plan with the fields of `plan_load_balancing`.
         top_k: experts that a token goes to.
+        total: adds up what is computed of some of the forest's tokens over all of them.
 
     Returns:
         [] fp32. Without a call it is 0.
@@ -44,10 +49,11 @@ def load_balancing_loss(
         probs = gate_logits.softmax(-1)
         chosen = probs.topk(top_k, -1).indices.flatten()
         weight = calls_T[None, :, None].expand(num_layers, -1, top_k).flatten()
-        total = (calls_T.sum() * num_layers).clamp_min(1)
-        share_X = calls_T.new_zeros(num_experts).index_add(0, chosen, weight) / total
-        mean_X = (probs.float() * calls_T[:, None]).sum((0, 1)) / total
-        return (share_X * mean_X).sum() * num_experts
+        times_X = calls_T.new_zeros(num_experts).index_add(0, chosen, weight)
+        times_X, num_tokens = total(torch.cat([times_X, calls_T.sum()[None]])).split(num_experts)
+        num_choices = (num_tokens * num_layers).clamp_min(1)
+        probs_X = (probs.float() * calls_T[:, None]).sum((0, 1))
+        return total(((times_X / num_choices) * (probs_X / num_choices)).sum() * num_experts)
 
 
 @torch.library.custom_op("prefix_rewrite::token_calls", mutates_args=())

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from wide import fp64_throughout
 
@@ -211,6 +212,24 @@ def killed() -> None:
     raise AssertionError("rank 0 went on alone")
 
 
+def load_balancing(family: str) -> None:
+    """The experts' loss of the whole forest on every rank, and its gradient."""
+    model = build_model(family, output_router_logits=True)
+    alone = prefix_compile(model)
+    compiled = prefix_compile(model, cp_mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    for shape in ("no_call", "two_tokens", "three_roots", "nested"):
+        calls = calls_of((SHAPES | SMALL)[shape])
+        forest = PrefixForest.from_calls([*calls, *calls[:1]])  # one call twice
+        found = []
+        for run in (alone, compiled):
+            loss = run(forest).aux_loss
+            loss.backward()
+            if run is compiled:
+                compiled.sync_gradients()
+            found.append(Result(loss.detach()[None], take_gradients(run)))
+        check(shape, found[1], found[0], **SINGLE)
+
+
 def ddp(family: str) -> None:
     """DDP over a (dp, cp) mesh: the mean over all ranks of cp times the loss is the dp mean."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -344,6 +363,72 @@ def fsdp_alone() -> None:
         assert torch.equal(compiled(input_ids=ids, use_cache=False).logits, before)
 
 
+def fsdp_memory() -> None:
+    """Parameters are whole only while a module uses them, in the forward and in the backward."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    forest = forest_of(SHAPES["nested"])
+    for family, checkpoints in (("llama", False), ("zamba2", False), ("llama", True)):
+        model: Any = build_model(family)
+        if checkpoints:
+            model.gradient_checkpointing_enable()
+        sizes, layer = ([p.nbytes for p in m.parameters()] for m in (model, model.model.layers[1]))
+        shard(model, mesh, model.model.layers)
+        compiled = prefix_compile(model)
+        with gathered_bytes() as gathered:
+            out = compiled(forest)
+            assert gathered.alive() == 0, "parameters are kept for the backward"
+            out.logprobs.sum().backward()
+        assert gathered.alive() == 0
+        # What a checkpoint ran again, a layer, is kept whole until its backward ends.
+        limit = sum(layer) if checkpoints else 1.5 * max(sizes)
+        assert max(sizes) <= gathered.most <= limit < sum(sizes) / 2, (family, gathered.most)
+
+
+class gathered_bytes:
+    """Counts the bytes of whole parameters that are alive whenever another one is gathered."""
+
+    def __enter__(self) -> gathered_bytes:
+        self.storages: list[tuple[StorageWeakRef, int]] = []
+        self.most = 0
+        self.full_tensor = DTensor.full_tensor
+
+        def full_tensor(shard: DTensor, **options: Any) -> Tensor:
+            whole = self.full_tensor(shard, **options)
+            storage = whole.untyped_storage()
+            self.storages.append((StorageWeakRef(storage), storage.nbytes()))
+            self.most = max(self.most, self.alive())
+            return whole
+
+        DTensor.full_tensor = full_tensor
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        DTensor.full_tensor = self.full_tensor
+
+    def alive(self) -> int:
+        return sum(size for storage, size in self.storages if not storage.expired())
+
+
+def fsdp_changed_parameters() -> None:
+    """An optimiser's step between forward and backward must not give a wrong gradient."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = build_model("llama")
+    shard(model, mesh, model.model.layers)
+    compiled = prefix_compile(model)
+    forest = forest_of(SHAPES["star"])
+    for options in ({"foreach": True}, {"foreach": False}, {"fused": True}):
+        optimiser = torch.optim.AdamW(model.parameters(), **options)
+        compiled(forest).logprobs.sum().backward()
+        out = compiled(forest)
+        optimiser.step()
+        try:
+            out.logprobs.sum().backward()
+        except PrefixRewriteError as error:
+            assert "between a forest's forward and its backward" in str(error)
+        else:
+            raise AssertionError(f"the gradient is of parameters after the step: {options}")
+
+
 def fsdp_refusals() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -363,7 +448,19 @@ def fsdp_refusals() -> None:
 
 SCENARIOS = {
     f.__name__: f
-    for f in (parity, crossings, disagreements, killed, ddp, fsdp, fsdp_alone, fsdp_refusals)
+    for f in (
+        parity,
+        crossings,
+        disagreements,
+        killed,
+        load_balancing,
+        ddp,
+        fsdp,
+        fsdp_alone,
+        fsdp_memory,
+        fsdp_changed_parameters,
+        fsdp_refusals,
+    )
 }
 
 
