@@ -19,6 +19,9 @@ CALL_PAIRS = 1200
 MASKED_CALL_PAIRS = 600  # more, for a block under a mask
 ROW_PAIRS = 40  # for each query and for each key of a block: copies, sums, thin products
 KEY_STEP = 512  # a causal square is computed in whole steps of as many keys
+# The kernel takes queries by 256, 64 or 32, as it gets at least this many: what a pair then costs.
+FEW_QUERIES, FEWER_QUERIES = 768, 192
+COST_OF_FEW, COST_OF_FEWER = 1.2, 1.6
 
 
 class Block(NamedTuple):
@@ -67,5 +70,19 @@ def schedule_cost(blocks_B7: IntArray) -> float:
     num_queries, num_keys = q1 - q0, (k1 - k0) // num_squares
     causal_keys = (num_keys + np.minimum(num_keys, KEY_STEP)) / 2
     area = num_queries * np.where(kind == CAUSAL, causal_keys, num_keys)
+    area *= pair_cost(num_queries // num_squares)
     calls = CALL_PAIRS + MASKED_CALL_PAIRS * ((kind == ANCESTOR) | (windowed == 1))
     return float((calls + ROW_PAIRS * (num_queries + k1 - k0) + area).sum())
+
+
+def rectangle_cost(num_queries: IntArray, num_keys: IntArray) -> NDArray[np.float64]:
+    """Return the cost of rectangles of any shape, 0 where one has no keys."""
+    area = num_queries * num_keys * pair_cost(num_queries)
+    cost = CALL_PAIRS + ROW_PAIRS * (num_queries + num_keys) + area
+    return np.where(num_keys > 0, cost, 0.0)
+
+
+def pair_cost(num_queries: IntArray) -> NDArray[np.float64]:
+    """Return what a pair costs in a block of so many queries."""
+    few = np.where(num_queries < FEW_QUERIES, COST_OF_FEW, 1.0)
+    return np.where(num_queries < FEWER_QUERIES, COST_OF_FEWER, few)

@@ -16,6 +16,7 @@ from prefix_rewrite.ops.tree_attention.blocks import (
     blocks_array,
     schedule_cost,
 )
+from prefix_rewrite.ops.tree_attention.merge import merge_rectangles
 from prefix_rewrite.ops.tree_attention.window import best_span, cut_to_window
 from prefix_rewrite.plan import register_field
 from prefix_rewrite.segments import IntArray, SegmentTable
@@ -38,7 +39,8 @@ def plan_attention(segments: SegmentTable, window: int = 0) -> dict[str, IntArra
     """Cover every visible pair once by blocks, with the cheapest tile size.
 
     A run of first children is contiguous, so it takes one causal square, and each of its branching
-    points one rectangle: the later children's subtrees against the run so far. With the heaviest
+    points one rectangle: the later children's subtrees against the run so far; neighbours join
+    where they share keys. With the heaviest
     child first this is a heavy-path decomposition (Sleator and Tarjan 1983): the ancestors of a
     token are at most log2(T) + 1 intervals. Subtrees of at most a tile's tokens are one
     ancestor-masked square each, or one for several siblings.
@@ -66,7 +68,8 @@ def schedule(segments: SegmentTable, tile: int) -> IntArray:
     tiles, tiled = _tiles(segments, tile)
     squares = np.concatenate([tiles, _run_squares(segments, tiled)])
     squares = squares[np.argsort(squares[:, 1], kind="stable")]
-    return np.concatenate([_batch_equal(squares), _rectangles(segments, tiled)])
+    rectangles = merge_rectangles(_rectangles(segments, tiled))
+    return np.concatenate([_batch_equal(squares), rectangles])
 
 
 def _tiles(segments: SegmentTable, tile: int) -> tuple[IntArray, NDArray[np.bool_]]:
