@@ -103,10 +103,10 @@ def measure(
 ) -> Row:
     """Time every variant once a round, in turn, after one forest to warm up."""
     forest = PrefixForest.from_calls(calls)
-    singles = [PrefixForest.from_calls([call]) for call in calls if call.sampled.any()]
+    singles = [[call] for call in calls if call.sampled.any()]
     variants: dict[str, Callable[[], None]] = {
         "our ops": lambda: run_forests(compiled, singles),
-        "forest": lambda: run_forests(compiled, [forest]),
+        "forest": lambda: run_forests(compiled, [calls]),
     }
     if not arguments.no_alone:
         variants["alone"] = lambda: run_rows(model, calls)
@@ -114,7 +114,7 @@ def measure(
     peaks: dict[str, int] = {}
     if arguments.memory:
         peaks = {variant: peak_bytes(build_variant, variant, name, calls) for variant in variants}
-    run_forests(compiled, [forest])
+    run_forests(compiled, [calls])
     for _ in range(arguments.rounds):
         for variant, run in variants.items():
             begin = time.perf_counter()
@@ -124,8 +124,8 @@ def measure(
     return Row(
         model=name,
         calls=calls_name,
-        tokens=sum(f.num_tokens for f in singles) / forest.num_tokens,
-        flops=sum(work.flops(f) for f in singles) / work.flops(forest),
+        tokens=sum(call.num_tokens for [call] in singles) / forest.num_tokens,
+        flops=sum(work.flops(PrefixForest.from_calls(s)) for s in singles) / work.flops(forest),
         seconds=seconds,
         peaks=peaks,
     )
@@ -139,9 +139,8 @@ def build_variant(variant: str, name: str, calls: Sequence[CapturedCall]) -> Cal
         run_rows(model, [first_tokens(longest)])
         return lambda: run_rows(model, [longest])
     compiled = prefix_compile(model)
-    run_forests(compiled, [PrefixForest.from_calls([first_tokens(longest)])])
-    forest = PrefixForest.from_calls(calls if variant == "forest" else [longest])
-    return lambda: run_forests(compiled, [forest])
+    run_forests(compiled, [[first_tokens(longest)]])
+    return lambda: run_forests(compiled, [calls if variant == "forest" else [longest]])
 
 
 def first_tokens(call: CapturedCall) -> CapturedCall:
@@ -149,9 +148,10 @@ def first_tokens(call: CapturedCall) -> CapturedCall:
     return CapturedCall(call.token_ids[:8], call.token_ids[8:16])
 
 
-def run_forests(compiled: nn.Module, forests: Sequence[PrefixForest]) -> None:
-    for forest in forests:
-        (-compiled(forest).logprobs.sum()).backward()
+def run_forests(compiled: nn.Module, batches: Sequence[Sequence[CapturedCall]]) -> None:
+    """As a trainer does: each forest is built, planned, run and dropped."""
+    for calls in batches:
+        (-compiled(PrefixForest.from_calls(calls)).logprobs.sum()).backward()
 
 
 def run_rows(model: nn.Module, calls: Sequence[CapturedCall]) -> None:
