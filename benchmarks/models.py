@@ -113,7 +113,10 @@ def measure(
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     peaks: dict[str, int] = {}
     if arguments.memory:
-        peaks = {variant: peak_bytes(build_variant, variant, name, calls) for variant in variants}
+        peaks = {
+            variant: peak_bytes(build_variant, variant, name, calls, arguments.backend)
+            for variant in variants
+        }
     run_forests(compiled, [calls])
     for _ in range(arguments.rounds):
         for variant, run in variants.items():
@@ -131,14 +134,16 @@ def measure(
     )
 
 
-def build_variant(variant: str, name: str, calls: Sequence[CapturedCall]) -> Callable[[], None]:
+def build_variant(
+    variant: str, name: str, calls: Sequence[CapturedCall], backend: str
+) -> Callable[[], None]:
     """Return a run of the forest, or of the longest call, for a process of its own."""
     model, _ = build(name)
     longest = max(calls, key=lambda call: len(call.token_ids))
     if variant == "alone":
         run_rows(model, [first_tokens(longest)])
         return lambda: run_rows(model, [longest])
-    compiled = prefix_compile(model)
+    compiled = prefix_compile(model, backend=backend)
     run_forests(compiled, [[first_tokens(longest)]])
     return lambda: run_forests(compiled, [calls if variant == "forest" else [longest]])
 

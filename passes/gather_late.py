@@ -18,7 +18,8 @@ def gather_late(graph_module: GraphModule, context: PassContext) -> PassReport:
     """Gather once for each module that uses a parameter: it is freed before the next one."""
     counts: Counter[str] = Counter()
     if context.gathers:
-        inputs = [node for node in _inputs(graph_module) if _is_floating(node)]
+        inputs = graph_module.graph.find_nodes(op="placeholder")
+        inputs = [node for node in inputs if _is_floating(node)]
         _gather(graph_module, inputs, counts)
     return PassReport("gather_late", counts)
 
@@ -30,7 +31,7 @@ def _gather(graph_module: GraphModule, inputs: list[Node], counts: Counter[str])
     """
     graph = graph_module.graph
     for node in inputs:
-        users = [user for user in graph.nodes if user in node.users]
+        users = sorted(node.users)  # in the graph's order
         computing = [u for u in users if u.op != "output" and u.target is not run_checkpointed]
         for _, group in groupby(computing, module_path):
             first, *others = group
@@ -42,12 +43,8 @@ def _gather(graph_module: GraphModule, inputs: list[Node], counts: Counter[str])
     for call in graph.nodes:
         if call.target is run_checkpointed:
             child = get_attribute(graph_module, str(call.args[0].target))
-            pairs = zip(_inputs(child), call.args[1:], strict=True)
+            pairs = zip(child.graph.find_nodes(op="placeholder"), call.args[1:], strict=True)
             _gather(child, [inner for inner, outer in pairs if outer in inputs], counts)
-
-
-def _inputs(graph_module: GraphModule) -> list[Node]:
-    return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
 
 
 def _is_floating(node: Node) -> bool:

@@ -141,7 +141,7 @@ class CapturedModel:
         with (
             self._lock,
             _attention_through_seam(self._configs),
-            parameters_whole(self.model, late=self._gathers),
+            parameters_whole(self.model, late=self.backend == "eager"),
             methods_through_seams(self.model),
             tracing_for_us(),
             _translated(self._findings),

@@ -70,19 +70,21 @@ def schedule_cost(blocks_B7: IntArray) -> float:
     num_queries, num_keys = q1 - q0, (k1 - k0) // num_squares
     causal_keys = (num_keys + np.minimum(num_keys, KEY_STEP)) / 2
     area = num_queries * np.where(kind == CAUSAL, causal_keys, num_keys)
-    area *= pair_cost(num_queries // num_squares)
-    calls = CALL_PAIRS + MASKED_CALL_PAIRS * ((kind == ANCESTOR) | (windowed == 1))
-    return float((calls + ROW_PAIRS * (num_queries + k1 - k0) + area).sum())
+    cost = _block_cost(num_queries + k1 - k0, area, num_queries // num_squares)
+    cost += MASKED_CALL_PAIRS * ((kind == ANCESTOR) | (windowed == 1))
+    return float(cost.sum())
 
 
 def rectangle_cost(num_queries: IntArray, num_keys: IntArray) -> NDArray[np.float64]:
     """Return the cost of rectangles of any shape, 0 where one has no keys."""
-    area = num_queries * num_keys * pair_cost(num_queries)
-    cost = CALL_PAIRS + ROW_PAIRS * (num_queries + num_keys) + area
+    cost = _block_cost(num_queries + num_keys, num_queries * num_keys, num_queries)
     return np.where(num_keys > 0, cost, 0.0)
 
 
-def pair_cost(num_queries: IntArray) -> NDArray[np.float64]:
-    """Return what a pair costs in a block of so many queries."""
+def _block_cost(
+    num_rows: IntArray, area: IntArray | NDArray[np.float64], num_queries: IntArray
+) -> NDArray[np.float64]:
+    """Return the cost of blocks without a mask; a pair's goes by a square's queries."""
     few = np.where(num_queries < FEW_QUERIES, COST_OF_FEW, 1.0)
-    return np.where(num_queries < FEWER_QUERIES, COST_OF_FEWER, few)
+    pair = np.where(num_queries < FEWER_QUERIES, COST_OF_FEWER, few)
+    return CALL_PAIRS + ROW_PAIRS * num_rows + area * pair

@@ -40,10 +40,9 @@ def plan_attention(segments: SegmentTable, window: int = 0) -> dict[str, IntArra
 
     A run of first children is contiguous, so it takes one causal square, and each of its branching
     points one rectangle: the later children's subtrees against the run so far; neighbours join
-    where they share keys. With the heaviest
-    child first this is a heavy-path decomposition (Sleator and Tarjan 1983): the ancestors of a
-    token are at most log2(T) + 1 intervals. Subtrees of at most a tile's tokens are one
-    ancestor-masked square each, or one for several siblings.
+    where they share keys. With the heaviest child first this is a heavy-path decomposition
+    (Sleator and Tarjan 1983): the ancestors of a token are at most log2(T) + 1 intervals. Subtrees
+    of at most a tile's tokens are one ancestor-masked square each, or one for several siblings.
 
     Args:
         segments: the forest.
