@@ -86,5 +86,5 @@ def _block_cost(
 ) -> NDArray[np.float64]:
     """Return the cost of blocks without a mask; a pair's goes by a square's queries."""
     few = np.where(num_queries < FEW_QUERIES, COST_OF_FEW, 1.0)
-    pair = np.where(num_queries < FEWER_QUERIES, COST_OF_FEWER, few)
-    return CALL_PAIRS + ROW_PAIRS * num_rows + area * pair
+    pair: NDArray[np.float64] = np.where(num_queries < FEWER_QUERIES, COST_OF_FEWER, few)
+    return pair * area + (CALL_PAIRS + ROW_PAIRS * num_rows)
